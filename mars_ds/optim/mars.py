@@ -1,0 +1,287 @@
+"""`Mars`: every optimizer of the family as one pipeline on flat tensors.
+
+One call of `step()` treats each param group it is given in three phases, so that the collectives of a
+group are batched:
+
+1. per flat tensor: correct the gradient, collect per-parameter sums; one sum over ranks;
+2. clip by whole-parameter norms, update the moments, form the direction (matrices: gather to owners,
+   Newton-Schulz, return);
+3. decay and apply.
+
+DeepSpeed calls `step()` once per group (stages 1, 2) or per sub-group (stage 3) with flat fp32 shards,
+so nothing here assumes one call per optimizer step, and every counter lives beside its tensor.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mars_ds.optim.adamw import adamw_direction
+from mars_ds.optim.config import OptimizerConfig, correction_factor, update_scale
+from mars_ds.optim.correction import clip_scales, corrected_gradient, scale_fragments, squared_norms
+from mars_ds.optim.kinds import ROLES
+from mars_ds.optim.orthogonal import orthogonalize, wire_dtype
+from mars_ds.optim.routing import check_routes, matrix_shape, role_of
+from mars_ds.optim.sharding import Sharding, WholeTensors
+from mars_ds.optim.sign import lion_direction, sign_direction
+from mars_ds.optim.state import compute_dtype, is_folded, required_buffers
+
+Group = dict[str, Any]
+
+
+class Mars(torch.optim.Optimizer):
+    """MARS-AdamW/-Lion/-Shampoo, MARS-M and their baselines; made by `build_optimizer`.
+
+    On one device an ordinary torch optimizer. Under ZeRO `mars_ds.initialize` binds it to the shards;
+    the mathematics below does not change. A parameter without a gradient counts as zero gradient.
+
+    Exact mode: before each `step()`, put the gradient of the *next* batch at the current weights into
+    `.grad` and call `capture_next_grad()`; then the gradient of the current batch, and `step()`.
+
+    Args:
+        groups: Param groups with the settings of `OptimizerConfig.group_settings` and the lists
+            `names` and `shapes` beside `params`.
+        config: The resolved config the groups were made from.
+    """
+
+    def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
+        super().__init__(groups, {})
+        self.config = config
+        self.suspended = False
+        self._capturing = False
+        names = {t: n for g in self.param_groups for t, n in zip(g["params"], g["names"], strict=True)}
+        self._sharding: Sharding = WholeTensors(names)
+
+    def bind(self, sharding: Sharding) -> None:
+        """Replaces one-device sharding by that of a partitioned engine and forgets all state."""
+        self._sharding = sharding
+        self.state.clear()
+
+    def init_state(self, tensors: Iterable[Tensor], group: Group) -> None:
+        """Makes the buffers of `tensors` now: flat, zero, one element per shard element."""
+        for tensor in tensors:
+            state = self.state[tensor]
+            if "step" not in state:
+                state["step"] = 0
+            for name, dtype in required_buffers(group, tensor.dtype).items():
+                if name not in state:
+                    state[name] = torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
+
+    @torch.no_grad()
+    def capture_next_grad(self) -> None:
+        """Exact mode: stores the gradients in `.grad` as those of the next batch at today's weights.
+
+        Raises:
+            RuntimeError: No group is in exact mode.
+        """
+        if not any(group["exact"] for group in self.param_groups):
+            raise RuntimeError("capture_next_grad needs optimizer.mode: exact, which no param group has")
+        for group in self.param_groups:
+            if group["exact"] and group["gamma"]:
+                self.init_state(group["params"], group)
+                for tensor in group["params"]:
+                    self.state[tensor]["next_grad"].copy_(self._gradient(tensor, group))
+                    self.state[tensor]["captured"] = True
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Applies one update to every tensor in the param groups.
+
+        Raises:
+            RuntimeError: Exact mode without `capture_next_grad()` since the last step.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # DeepSpeed's stage-0 bf16 wrapper calls step() while it initializes; that must change nothing.
+        if not self.suspended:
+            for group in self.param_groups:
+                if group["params"]:
+                    self._step_group(group)
+        return loss
+
+    def _gradient(self, tensor: Tensor, group: Group) -> Tensor:
+        """The flat gradient in compute dtype, times `gradient_scale`; never a view that we would write."""
+        dtype = compute_dtype(tensor.dtype)
+        if tensor.grad is None:
+            return torch.zeros(tensor.numel(), dtype=dtype, device=tensor.device)
+        gradient = tensor.grad.reshape(-1).to(dtype)
+        return gradient if group["gradient_scale"] == 1.0 else gradient * group["gradient_scale"]
+
+    def _step_group(self, group: Group) -> None:
+        tensors: list[Tensor] = group["params"]
+        self.init_state(tensors, group)
+        gradients = [self._gradient(tensor, group) for tensor in tensors]
+        for tensor in tensors:
+            self.state[tensor]["step"] += 1
+        corrected = self._correct(tensors, gradients, group)
+        momenta = self._update_momentum(tensors, corrected, group)
+        if group["rule"] == "orthogonal":
+            self._apply_orthogonal(tensors, momenta, group)
+        else:
+            self._apply_elementwise(tensors, momenta, corrected, group)
+
+    def _correct(self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group) -> list[Tensor]:
+        """Variance-reduced, clipped gradients; also moves `last_grad` forward."""
+        if group["gamma"] is None or is_folded(group):
+            return gradients
+        corrected = gradients
+        if group["gamma"]:
+            factor = correction_factor(group["gamma"], _beta1(group))
+            corrected = []
+            for tensor, gradient in zip(tensors, gradients, strict=True):
+                state = self.state[tensor]
+                if state["step"] == 1 and group["first_step"] == "paper":
+                    state["last_grad"].copy_(gradient)
+                corrected.append(corrected_gradient(gradient, state["last_grad"], factor))
+                self._advance_last_grad(tensor, gradient, group)
+        if group["clip_threshold"] is not None:
+            index = _index(group)
+            parts = [(c, self._sharding.fragments(t)) for t, c in zip(tensors, corrected, strict=True)]
+            sums = self._sharding.sum_over_ranks(tensors, squared_norms(parts, index))
+            scales = clip_scales(sums, group["clip_threshold"])
+            if not group["gamma"]:
+                corrected = [c.clone() for c in corrected]
+            for tensor, c in zip(tensors, corrected, strict=True):
+                scale_fragments(c, self._sharding.fragments(tensor), scales, index)
+        return corrected
+
+    def _advance_last_grad(self, tensor: Tensor, gradient: Tensor, group: Group) -> None:
+        state = self.state[tensor]
+        if not group["exact"]:
+            # A copy: engines zero, reuse and free gradient buffers.
+            state["last_grad"].copy_(gradient)
+            return
+        if not state.pop("captured", False):
+            raise RuntimeError(
+                "exact mode: call capture_next_grad() with the next batch's gradient before step()"
+            )
+        state["last_grad"], state["next_grad"] = state["next_grad"], state["last_grad"]
+
+    def _update_momentum(
+        self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group
+    ) -> list[Tensor]:
+        """What the preconditioner reads, per flat tensor; `exp_avg` itself where nothing is added."""
+        beta = _beta1(group)
+        momenta = []
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            exp_avg = self.state[tensor]["exp_avg"]
+            if group["momentum_form"] == "nesterov":
+                exp_avg.mul_(beta).add_(gradient)
+                momenta.append(gradient.add(exp_avg, alpha=beta))
+            elif group["momentum_form"] == "lion":
+                momenta.append(lion_direction(exp_avg, gradient, group["betas"]))
+            elif is_folded(group):
+                gamma = group["gamma"]
+                weight = (1.0 - beta) * (1.0 - gamma)
+                if self.state[tensor]["step"] == 1 and group["first_step"] == "paper":
+                    weight = 1.0 - beta - gamma
+                exp_avg.mul_(beta).add_(gradient, alpha=weight)
+                momenta.append(exp_avg.add(gradient, alpha=gamma))
+            else:
+                exp_avg.mul_(beta).add_(gradient, alpha=1.0 - beta)
+                momenta.append(exp_avg)
+        return momenta
+
+    def _apply_elementwise(
+        self, tensors: Sequence[Tensor], momenta: list[Tensor], gradients: list[Tensor], group: Group
+    ) -> None:
+        lr = group["lr"] * group["lr_factor"]
+        for tensor, momentum, gradient in zip(tensors, momenta, gradients, strict=True):
+            state = self.state[tensor]
+            if group["rule"] == "adamw":
+                beta2 = group["betas"][1]
+                state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+                direction = adamw_direction(
+                    momentum,
+                    state["exp_avg_sq"],
+                    state.get("max_exp_avg_sq"),
+                    step=state["step"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    eps_placement=group["eps_placement"],
+                )
+            else:
+                direction = momentum if group["momentum_form"] == "lion" else sign_direction(momentum)
+            tensor.mul_(1.0 - lr * group["weight_decay"])
+            tensor.add_(direction.view_as(tensor), alpha=-lr)
+
+    def _apply_orthogonal(self, tensors: Sequence[Tensor], momenta: list[Tensor], group: Group) -> None:
+        lr = group["lr"] * group["lr_factor"]
+        debias = 1.0 / (1.0 - _beta1(group)) if group["debias_momentum"] else 1.0
+        dtype = wire_dtype(group)
+        located = [
+            (tensor, fragment, fragment.view(momentum))
+            for tensor, momentum in zip(tensors, momenta, strict=True)
+            for fragment in self._sharding.fragments(tensor)
+        ]
+        norms = self._momentum_norms(tensors, momenta, group, debias) if group["norm_before_cast"] else None
+        pieces = {f.name: (piece if debias == 1.0 else piece * debias).to(dtype) for _, f, piece in located}
+        owned = self._sharding.gather_matrices(tensors, pieces)
+        updates = self._sharding.scatter_updates(tensors, orthogonalize(owned, group, norms))
+        for tensor in tensors:
+            tensor.mul_(1.0 - lr * group["weight_decay"])
+        for tensor, fragment, _ in located:
+            scale = update_scale(group["scale"], *matrix_shape(fragment.shape))
+            # view(-1): DeepSpeed's shards are flat, one-device parameters keep their shape.
+            fragment.view(tensor.view(-1)).add_(updates[fragment.name], alpha=-lr * scale)
+
+    def _momentum_norms(
+        self, tensors: Sequence[Tensor], momenta: list[Tensor], group: Group, debias: float
+    ) -> dict[str, Tensor]:
+        """Frobenius norms of whole momenta before the cast (MARS-Shampoo), 0-dim, compute dtype."""
+        index = _index(group)
+        parts = [(m, self._sharding.fragments(t)) for t, m in zip(tensors, momenta, strict=True)]
+        sums = self._sharding.sum_over_ranks(tensors, squared_norms(parts, index))
+        norms = sums.sqrt().mul_(debias).to(momenta[0].dtype)
+        return {name: norms[row] for name, row in index.items()}
+
+
+def _beta1(group: Group) -> float:
+    return float(group["momentum"] if "momentum" in group else group["betas"][0])
+
+
+def _index(group: Group) -> dict[str, int]:
+    return {name: row for row, name in enumerate(group["names"])}
+
+
+def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig) -> Mars:
+    """Routes parameters to rules and makes the optimizer of `config.kind`.
+
+    Args:
+        named_parameters: (dotted name, parameter), as `model.named_parameters()` gives them: tied
+            weights once. Parameters that need no gradient are left out.
+        config: Optimizer settings.
+
+    Returns:
+        A `Mars` with one param group per role that has parameters (DeepSpeed drops empty groups in
+        place, which breaks schedulers).
+
+    Raises:
+        ValueError: No trainable parameter, or a route that matches nothing.
+    """
+    config = config.resolved()
+    trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
+    if not trainable:
+        raise ValueError("the model has no parameter with requires_grad")
+    check_routes(config.routes or {}, [name for name, _ in trainable])
+    groups: list[Group] = []
+    for role in ROLES:
+        members = [(n, p) for n, p in trainable if role_of(n, true_shape(p), config.routes) == role]
+        if members:
+            settings = config.group_settings(role)
+            settings |= {
+                "params": [p for _, p in members],
+                "names": [n for n, _ in members],
+                "shapes": [true_shape(p) for _, p in members],
+            }
+            groups.append(settings)
+    return Mars(groups, config)
+
+
+def true_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of the whole parameter, also where `zero.Init` has replaced it by an empty one."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))

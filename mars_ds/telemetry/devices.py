@@ -1,0 +1,95 @@
+"""Peak arithmetic of accelerators, and the share of it that a run uses (MFU)."""
+
+from __future__ import annotations
+
+import re
+
+# Dense (no structured sparsity) peak in TFLOP/s at the advertised boost clock, bf16 with fp32 accumulation; fp16
+# where the card has no bf16 units, marked. Data sheets print the sparse number for most cards since Ampere: halved here.
+# Every word of a key must be in the device's name; of several keys that fit, the one with most words counts.
+_PEAK_TFLOPS: dict[tuple[str, ...], float] = {
+    # NVIDIA Blackwell and GB200 / GB300 NVL72 data sheets (2.25 and 2.5 PFLOP/s a GPU, dense).
+    ("b200",): 2250.0,
+    ("gb200",): 2500.0,
+    ("b300",): 2250.0,
+    ("gb300",): 2500.0,
+    # NVIDIA RTX Blackwell GPU architecture paper, appendix A.
+    ("rtx", "5090"): 209.5,
+    # NVIDIA H100, H200 and GH200 data sheets; torch calls the SXM module "NVIDIA H100 80GB HBM3".
+    ("h100",): 989.4,
+    ("h100", "pcie"): 756.0,
+    ("h100", "nvl"): 835.5,
+    ("h200",): 989.4,
+    ("h200", "nvl"): 835.5,
+    ("gh200",): 989.4,
+    ("h800",): 989.4,
+    ("h800", "pcie"): 756.0,
+    ("h20",): 148.0,
+    # NVIDIA L40S, L40 and L4 data sheets; Ada GPU architecture paper for RTX.
+    ("l40s",): 362.05,
+    ("l40",): 181.05,
+    ("l4",): 121.0,
+    ("rtx", "6000", "ada"): 364.2,
+    ("rtx", "4090"): 165.2,
+    # NVIDIA A100, A30, A40 and A10 data sheets; Ampere GA102 architecture paper for RTX.
+    ("a100",): 312.0,
+    ("a800",): 312.0,
+    ("a30",): 165.0,
+    ("a40",): 149.7,
+    ("a10",): 125.0,
+    ("a10g",): 70.0,
+    ("rtx", "a6000"): 154.8,
+    ("rtx", "3090"): 71.0,
+    # NVIDIA V100 and T4 data sheets: fp16.
+    ("v100",): 125.0,
+    ("v100", "pcie"): 112.0,
+    ("t4",): 65.0,
+    # AMD Instinct data sheets; torch shows each of the two dies of an MI250X as a device.
+    ("mi300x",): 1307.4,
+    ("mi325x",): 1307.4,
+    ("mi250x",): 191.5,
+}
+
+# A slice of a card, or a slower card under the same number: the whole card's peak would be wrong.
+_OTHER_CARDS = frozenset({"mig", "laptop", "mobile", "max", "d"})
+
+
+def peak_flops_per_second(device_name: str) -> float | None:
+    """Dense bf16 peak of one device (fp16 for V100 and T4), or None for a device that is not in the table.
+
+    Args:
+        device_name: As `torch.cuda.get_device_name()` gives it, e.g. "NVIDIA A100-SXM4-80GB".
+
+    Returns:
+        FLOP/s. A MIG slice or a laptop variant is unknown, not the full card.
+    """
+    words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
+    if words & _OTHER_CARDS:
+        return None
+    fitting = [key for key in _PEAK_TFLOPS if words.issuperset(key)]
+    if not fitting:
+        return None
+    return _PEAK_TFLOPS[max(fitting, key=len)] * 1e12
+
+
+def mfu(tokens_per_second: float, flops_per_token: float, num_devices: int, device_name: str) -> float | None:
+    """Model FLOPs utilization: arithmetic the model needs, over what the devices could do.
+
+    Args:
+        tokens_per_second: Of all devices together.
+        flops_per_token: Forward and backward, as `mars_ds.model.flops_per_token` defines it.
+        num_devices: Devices that share the tokens.
+        device_name: Name of one of them; all are taken to be alike.
+
+    Returns:
+        A fraction (0.45 is 45 %), or None for an unknown device: no number is better than a wrong one.
+
+    Raises:
+        ValueError: Fewer than one device.
+    """
+    if num_devices < 1:
+        raise ValueError(f"num_devices must be at least 1, got {num_devices}")
+    peak = peak_flops_per_second(device_name)
+    if peak is None:
+        return None
+    return tokens_per_second * flops_per_token / (num_devices * peak)
