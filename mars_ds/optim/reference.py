@@ -104,9 +104,10 @@ def _adamw(m: Tensor, c: Tensor, state: State, settings: Settings) -> Tensor:
 
 def apply(parameter: Tensor, gradient: Tensor, state: State, settings: Settings) -> Tensor:
     """p - lr (weight_decay p + direction), a new tensor of the parameter's shape."""
-    lr = settings["lr"] * settings["lr_factor"]
+    lr: float = settings["lr"] * settings["lr_factor"]
     step = direction(gradient * settings["gradient_scale"], state, settings)
-    return parameter - lr * (settings["weight_decay"] * parameter + step)
+    decay: float = settings["weight_decay"]
+    return parameter - lr * (decay * parameter + step)
 
 
 def _beta1(settings: Settings) -> float:

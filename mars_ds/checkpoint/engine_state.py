@@ -1,0 +1,166 @@
+"""Takes the state out of a live engine as named slices, and puts named slices into one."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from mars_ds.checkpoint.layout import MASTER, MODULE, RNG
+from mars_ds.checkpoint.reader import CheckpointReader
+from mars_ds.errors import CheckpointError
+from mars_ds.optim.state import BUFFERS
+from mars_ds.zero.initialize import optimizer_of, sharding_of
+
+
+def held_slices(engine: Any) -> Iterator[tuple[str, str, int, Tensor]]:
+    """This rank's share of the state: (buffer, name, start, flat values).
+
+    At stage 0 every rank holds everything, so the parameters are dealt out; elsewhere a rank writes
+    exactly its fragments.
+    """
+    sharding, optimizer = sharding_of(engine), optimizer_of(engine)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for position, (tensor, local) in enumerate(sharding.local_shards.items()):
+        if sharding.layout.replicated and position % world_size != rank:
+            continue
+        state = optimizer.state[tensor]
+        buffers = {MASTER: tensor.detach().view(-1)} | {b: state[b] for b in BUFFERS if b in state}
+        for fragment in local.shard.fragments:
+            for buffer, flat in buffers.items():
+                yield buffer, fragment.name, fragment.start, fragment.view(flat)
+    if rank == 0:
+        for name, value in _module_tensors(engine):
+            yield MODULE, name, 0, value
+    yield RNG, f"cpu_rank_{rank}", 0, torch.get_rng_state()
+    if torch.cuda.is_available():
+        yield RNG, f"cuda_rank_{rank}", 0, torch.cuda.get_rng_state()
+
+
+def describe(engine: Any) -> dict[str, Any]:
+    """What the index says of the state: shapes, group settings and scalars by name."""
+    optimizer, sharding = optimizer_of(engine), sharding_of(engine)
+    steps = {
+        fragment.name: int(optimizer.state[tensor]["step"])
+        for tensor, local in sharding.local_shards.items()
+        for fragment in local.shard.fragments
+    }
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, steps)
+    return {
+        "optimizer": optimizer.config.model_dump(mode="json", exclude_none=True),
+        "zero_stage": engine.zero_optimization_stage(),
+        "shapes": _shapes(engine),
+        "module_shapes": {name: list(value.shape) for name, value in _module_tensors(engine)},
+        "groups": [
+            {key: value for key, value in group.items() if key not in ("params", "shapes")}
+            for group in optimizer.param_groups
+        ],
+        "scalars": {"step": {name: step for part in gathered for name, step in part.items()}},
+    }
+
+
+def restore(engine: Any, reader: CheckpointReader, *, weights_only: bool = False) -> None:
+    """Puts a checkpoint into an engine of any stage and world size.
+
+    Args:
+        engine: Made by `mars_ds.initialize`; all ranks call this.
+        reader: The checkpoint.
+        weights_only: Leave the optimizer at its start (`run.init_from`).
+
+    Raises:
+        CheckpointError: The checkpoint is of another model, or lacks a buffer that the optimizer needs.
+    """
+    check_same_model(engine, reader)
+    sharding, optimizer = sharding_of(engine), optimizer_of(engine)
+    for tensor, local in sharding.local_shards.items():
+        state = optimizer.state[tensor]
+        targets = {MASTER: tensor.detach().view(-1)}
+        if not weights_only:
+            targets |= {b: state[b] for b in BUFFERS if b in state}
+        for fragment in local.shard.fragments:
+            for buffer, flat in targets.items():
+                if not reader.has(fragment.name, buffer):
+                    raise CheckpointError(
+                        f"{reader.folder}: has no {buffer} of {fragment.name}; it was written by "
+                        f"{reader.index['optimizer']['kind']}, this run uses {optimizer.config.kind}; to take the "
+                        "weights only, start a new run with run.init_from"
+                    )
+                fragment.view(flat).copy_(reader.read(fragment.name, buffer, fragment.start, fragment.numel))
+        if not weights_only:
+            state["step"] = _common_step(reader, local.shard.fragments, state["step"])
+    with torch.no_grad():
+        for name, value in _module_tensors(engine):
+            value.copy_(reader.read(name, MODULE, 0, value.numel()).view_as(value))
+    refresh_weights(engine)
+
+
+def restore_rng(reader: CheckpointReader) -> bool:
+    """Restores this rank's generators; False when the checkpoint had another world size."""
+    rank = dist.get_rank()
+    if reader.index["world_size"] != dist.get_world_size():
+        return False
+    torch.set_rng_state(_rng(reader, f"cpu_rank_{rank}"))
+    if torch.cuda.is_available() and reader.has(f"cuda_rank_{rank}", RNG):
+        torch.cuda.set_rng_state(_rng(reader, f"cuda_rank_{rank}"))
+    return True
+
+
+def _rng(reader: CheckpointReader, name: str) -> Tensor:
+    sizes = [s["numel"] for s in reader.index["slices"] if s["buffer"] == RNG and s["name"] == name]
+    return reader.read(name, RNG, 0, sizes[0])
+
+
+def check_same_model(engine: Any, reader: CheckpointReader) -> None:
+    """Refuses a checkpoint whose parameters have other names or shapes.
+
+    Raises:
+        CheckpointError: Naming the first difference.
+    """
+    ours = {name: tuple(shape) for name, shape in _shapes(engine).items()}
+    ours |= {name: tuple(value.shape) for name, value in _module_tensors(engine)}
+    theirs = reader.shapes | {n: tuple(s) for n, s in reader.index["module_shapes"].items()}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise CheckpointError(
+                f"{reader.folder}: a checkpoint of another model: {name} is {theirs.get(name, 'absent')} there and "
+                f"{ours.get(name, 'absent')} here"
+            )
+
+
+def refresh_weights(engine: Any) -> None:
+    """Makes the 16-bit weights of the forward pass equal the fp32 masters again."""
+    wrapper = engine.optimizer
+    if hasattr(wrapper, "update_lp_params"):
+        wrapper.update_lp_params()
+    elif hasattr(wrapper, "fp32_groups"):
+        for masters, params in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+            for master, p in zip(masters, params, strict=True):
+                p.data.copy_(master.data)
+
+
+def _common_step(reader: CheckpointReader, fragments: Any, default: int) -> int:
+    steps = {reader.index["scalars"]["step"][fragment.name] for fragment in fragments}
+    if len(steps) > 1:
+        raise CheckpointError(f"{reader.folder}: parameters of one group have applied steps {sorted(steps)}")
+    return int(steps.pop()) if steps else reader.step if default == 0 else default
+
+
+def _shapes(engine: Any) -> dict[str, list[int]]:
+    return {
+        name: list(shape)
+        for group in optimizer_of(engine).param_groups
+        for name, shape in zip(group["names"], group["shapes"], strict=True)
+    }
+
+
+def _module_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Persistent buffers and frozen parameters: what the optimizer does not own but the model needs."""
+    module: nn.Module = engine.module
+    optimized = set(_shapes(engine))
+    keys = set(module.state_dict(keep_vars=True))
+    for name, value in (*module.named_parameters(), *module.named_buffers()):
+        if name in keys and name not in optimized and prod(value.shape):
+            yield name, value.detach()

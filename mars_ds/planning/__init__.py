@@ -1,0 +1,1 @@
+"""Pure planning: batch arithmetic and what a run will be, from the config and a world size alone."""

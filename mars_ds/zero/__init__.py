@@ -1,0 +1,1 @@
+"""Ties the optimizer to DeepSpeed ZeRO: layouts, placement, exchange, binding."""

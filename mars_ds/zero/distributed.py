@@ -1,0 +1,110 @@
+"""Joins the process group, whichever launcher started this process."""
+
+import os
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+# A NCCL or gloo wait longer than this is a dead rank, not a slow one.
+TIMEOUT = timedelta(minutes=30)
+
+
+class LaunchError(RuntimeError):
+    """The environment of the launch is incomplete or does not fit the machine."""
+
+
+def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for any launcher.
+
+    `deepspeed` and `torchrun` set them. `srun` sets SLURM_PROCID and friends; the master is then the
+    first node of the step. Without a launcher this is one process.
+
+    Args:
+        environ: Usually `os.environ`.
+
+    Raises:
+        LaunchError: Only some of the variables are set.
+    """
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    present = {key: environ[key] for key in keys if key in environ}
+    if len(present) == len(keys):
+        return present
+    tasks = int(environ.get("SLURM_NTASKS", "1"))
+    # An interactive shell inside an allocation has SLURM_NTASKS but is no step of srun.
+    if "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and "RANK" not in environ:
+        return {
+            "RANK": environ["SLURM_PROCID"],
+            "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
+            "WORLD_SIZE": str(tasks),
+            "MASTER_ADDR": environ.get("MASTER_ADDR", _first_slurm_node(environ)),
+            "MASTER_PORT": environ.get(
+                "MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
+            ),
+        }
+    if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
+        missing = ", ".join(key for key in keys if key not in environ)
+        raise LaunchError(
+            f"launch environment: {missing} not set; use deepspeed, torchrun, srun or plain python"
+        )
+    return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+def _first_slurm_node(environ: Mapping[str, str]) -> str:
+    """First host of SLURM_STEP_NODELIST, e.g. `node[003-007,9]` -> `node003`."""
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    match = re.match(r"([^,\[]+)(?:\[([0-9]+))?", nodes)
+    return (match.group(1) + (match.group(2) or "")) if match else "127.0.0.1"
+
+
+def join() -> None:
+    """Initializes torch's and DeepSpeed's process group from the launch environment; idempotent.
+
+    Raises:
+        LaunchError: An accelerator is present that torch cannot use, or the environment is incomplete.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    if dist.is_initialized():
+        deepspeed.init_distributed(verbose=False)
+        return
+    environment = launch_environment(os.environ)
+    os.environ.update(environment)
+    accelerator = get_accelerator()
+    on_gpu = accelerator.device_name() != "cpu"
+    if on_gpu:
+        accelerator.set_device(int(environment["LOCAL_RANK"]))
+    else:
+        refuse_unusable_gpu()
+        # Building this optional op needs a compiler, and a build that is killed leaves a lock on which every
+        # later start waits for ever. gloo alone gives the same sums.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    backend = accelerator.communication_backend_name() if on_gpu else "gloo"
+    if environment["WORLD_SIZE"] == "1" and environment["MASTER_PORT"] == "0":
+        # Nobody to agree with on a port: a store in memory cannot collide with another run.
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+    deepspeed.init_distributed(verbose=False)
+
+
+def refuse_unusable_gpu() -> None:
+    """Raises `LaunchError` where an NVIDIA device exists that torch cannot use."""
+    if torch.cuda.is_available() or not os.path.exists("/proc/driver/nvidia/version"):
+        return
+    if os.environ.get("CUDA_VISIBLE_DEVICES", None) == "":
+        return
+    raise LaunchError(
+        f"an NVIDIA driver is loaded but torch {torch.__version__} cannot use it; install a CUDA build "
+        "(pip install torch==2.13.0), or set CUDA_VISIBLE_DEVICES= to train on the CPU on purpose"
+    )
+
+
+def shut_down() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

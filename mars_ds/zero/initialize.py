@@ -1,0 +1,93 @@
+"""`mars_ds.initialize`: a DeepSpeed engine whose optimizer is one of the MARS family, bound and checked."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from mars_ds.optim import Mars, OptimizerConfig, build_optimizer
+from mars_ds.zero.binding import EngineSharding, bind
+from mars_ds.zero.support import check_supported
+
+# DeepSpeed chooses these by itself when they are missing, and has changed its choice between releases.
+EXPLICIT_KEYS = ("gradient_clipping", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def initialize(
+    model: nn.Module,
+    config: OptimizerConfig,
+    deepspeed_config: dict[str, Any],
+    lr_schedule: Callable[[int], float] | None = None,
+) -> Any:
+    """Wraps a model in a DeepSpeed engine that steps with `config.kind` on ZeRO shards.
+
+    Args:
+        model: Any module; parameters are routed by name and shape, frozen ones left out.
+        config: Optimizer settings.
+        deepspeed_config: An ordinary DeepSpeed config without `optimizer`. `gradient_clipping`,
+            `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` must be written out.
+            The clip acts on the averaged gradient times `config.gradient_scale`.
+        lr_schedule: Applied step (from 0) -> factor of the peak lr; None leaves `lr` to the caller.
+
+    Returns:
+        The engine: `loss = engine(...)`, `engine.backward(loss)`, `engine.step()`. `engine.mars` is the
+        optimizer, `engine.mars_sharding` its layout and plans.
+
+    Raises:
+        UnsupportedError: A combination that does not run, with the nearest that does.
+        LayoutError: This DeepSpeed lays shards out in an unknown way.
+        ValueError: A key that must be explicit is missing.
+    """
+    for key in EXPLICIT_KEYS:
+        if key not in deepspeed_config:
+            raise ValueError(
+                f"deepspeed config: {key} must be written out (DeepSpeed would choose a default)"
+            )
+    config = config.resolved()
+    check_supported(config, deepspeed_config)
+    names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
+    optimizer = build_optimizer(model.named_parameters(), config)
+    # FP16_UnfusedOptimizer (stage 0, bf16) steps once while it is built.
+    optimizer.suspended = True
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        lr_scheduler=_scheduler(lr_schedule) if lr_schedule is not None else None,
+        config=_complete(deepspeed_config, config),
+    )
+    optimizer.suspended = False
+    device = torch.device(get_accelerator().current_device_name())
+    engine.mars_sharding = bind(engine, optimizer, names, device)
+    engine.mars = optimizer
+    return engine
+
+
+def optimizer_of(engine: Any) -> Mars:
+    """The `Mars` inside an engine made by `initialize`."""
+    optimizer: Mars = engine.mars
+    return optimizer
+
+
+def sharding_of(engine: Any) -> EngineSharding:
+    """The bound layout and plans of an engine made by `initialize`."""
+    sharding: EngineSharding = engine.mars_sharding
+    return sharding
+
+
+def _scheduler(schedule: Callable[[int], float]) -> Callable[[torch.optim.Optimizer], Any]:
+    # Multiplicative, so that groups with their own lr keep their ratio.
+    return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
+
+
+def _complete(deepspeed_config: dict[str, Any], config: OptimizerConfig) -> dict[str, Any]:
+    """The user's DeepSpeed config plus what running a client optimizer under ZeRO needs."""
+    completed = copy.deepcopy(deepspeed_config)
+    completed["zero_allow_untested_optimizer"] = True
+    completed["zero_force_ds_cpu_optimizer"] = False
+    # Mars multiplies by gradient_scale after the clip, so a clip of C / scale here is a clip of C there.
+    completed["gradient_clipping"] = deepspeed_config["gradient_clipping"] / (config.gradient_scale or 1.0)
+    return completed
