@@ -93,7 +93,9 @@ def _read_file(path: Path, chain: tuple[Path, ...]) -> ConfigTree:
     tree = ConfigTree()
     if node is not None:
         if not isinstance(node, yaml.MappingNode):
-            raise ConfigError(f"{path}:1: expected `section:` mappings, found a {node.id}")
+            raise ConfigError(
+                f"{path}:1: expected `section:` mappings, found a {type(node).__name__.removesuffix('Node').lower()}"
+            )
         tree.values = _mapping(node, "", str(path), tree.origins)
     parents = tree.values.pop("extends", None) or []
     origin = tree.origins.pop("extends", str(path))

@@ -1,7 +1,6 @@
 """Takes the state out of a live engine as named slices, and puts named slices into one."""
 
 from collections.abc import Iterator
-from math import prod
 from typing import Any
 
 import torch
@@ -162,5 +161,5 @@ def _module_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
     optimized = set(_shapes(engine))
     keys = set(module.state_dict(keep_vars=True))
     for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if name in keys and name not in optimized and prod(value.shape):
+        if name in keys and name not in optimized and value.numel():
             yield name, value.detach()

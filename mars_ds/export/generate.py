@@ -40,8 +40,8 @@ def generate(
 ) -> str:
     """Continues a prompt; the same arguments give the same text on the same device.
 
-    Padding ids (`tokenizer.vocab_size` and above) are never drawn. Each token reruns the whole window: learned
-    positions shift when the window slides, so keys and values could not be kept past it anyway.
+    Padding ids (`tokenizer.vocab_size` and above) are never drawn. Each token reruns the whole window:
+    learned positions shift when the window slides, so keys and values could not be kept past it anyway.
 
     Args:
         model_hf: A Hugging Face causal model, or our `GPT2`; its training mode is put back afterwards.

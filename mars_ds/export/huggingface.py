@@ -1,7 +1,8 @@
 """GPT-2 weights to and from Hugging Face `transformers`, without a change of a single bit.
 
-The two differ in three ways: Hugging Face stores the linear weights of GPT-2 as (in, out), always has biases, and
-names the tied head. Vocabulary padding stays: `vocab_size` of the exported configuration counts the padded rows.
+The two differ in three ways: Hugging Face stores the linear weights of GPT-2 as (in, out), always has biases,
+and names the tied head. Vocabulary padding stays: `vocab_size` of the exported configuration counts the
+padded rows.
 """
 
 from __future__ import annotations
@@ -71,8 +72,10 @@ def from_huggingface(
 
     Args:
         model_or_state_dict: A `GPT2LMHeadModel`, or its state dict (with or without head and mask buffers).
-        num_heads: Needed with a bare state dict, whose shapes do not tell it; refused with a model, which knows.
-        scale_attn_by_inverse_layer_idx: Likewise for a state dict; None there means off, as in OpenAI's GPT-2.
+        num_heads: Needed with a bare state dict, whose shapes do not tell it; refused with a model, which
+            knows.
+        scale_attn_by_inverse_layer_idx: Likewise for a state dict; None there means off, as in OpenAI's
+            GPT-2.
 
     Returns:
         The configuration (biases off only when the export said so and they are all still zero) and the state
@@ -84,16 +87,17 @@ def from_huggingface(
     if isinstance(model_or_state_dict, nn.Module):
         if num_heads is not None or scale_attn_by_inverse_layer_idx is not None:
             raise ValueError("num_heads and scale_attn_by_inverse_layer_idx are read from the model; leave them out")
-        source = model_or_state_dict.config
+        source: Any = model_or_state_dict.config
         _refuse_other_variants(source)
         weights = dict(model_or_state_dict.state_dict())
-        num_heads, inverse = source.n_head, source.scale_attn_by_inverse_layer_idx
-        declared_bias, eps = getattr(source, "linear_bias", True), source.layer_norm_epsilon
+        heads, inverse = int(source.n_head), bool(source.scale_attn_by_inverse_layer_idx)
+        declared_bias, eps = bool(getattr(source, "linear_bias", True)), float(source.layer_norm_epsilon)
     else:
         if num_heads is None:
             raise ValueError("num_heads is needed with a bare state dict: its shapes do not tell it")
         weights = dict(model_or_state_dict)
-        inverse, declared_bias, eps = bool(scale_attn_by_inverse_layer_idx), True, 1e-5
+        heads, inverse = num_heads, bool(scale_attn_by_inverse_layer_idx)
+        declared_bias, eps = True, 1e-5
 
     weights = {name: value for name, value in weights.items() if not name.endswith(_MASKS)}
     if _EMBEDDING not in weights:
@@ -105,19 +109,21 @@ def from_huggingface(
     ours: dict[str, Tensor] = {}
     for name, value in weights.items():
         value = value.detach().cpu()
-        ours[name] = value.T.clone(memory_format=torch.contiguous_format) if name.endswith(_TRANSPOSED) else value.clone()
-    bias = declared_bias or any(value.any() for name, value in ours.items() if name.endswith(".bias"))
+        ours[name] = (
+            value.T.clone(memory_format=torch.contiguous_format) if name.endswith(_TRANSPOSED) else value.clone()
+        )
+    bias = declared_bias or any(bool(value.any()) for name, value in ours.items() if name.endswith(".bias"))
     if not bias:
         ours = {name: value for name, value in ours.items() if not name.endswith(".bias")}
 
     config = GPT2Config(
         num_layers=1 + max(int(name.split(".")[2]) for name in ours if name.startswith("transformer.h.")),
-        num_heads=num_heads,
+        num_heads=heads,
         width=ours[_EMBEDDING].shape[1],
         sequence_length=ours["transformer.wpe.weight"].shape[0],
         vocab_size=ours[_EMBEDDING].shape[0],
-        bias=bool(bias),
-        scale_attn_by_inverse_layer_idx=bool(inverse),
+        bias=bias,
+        scale_attn_by_inverse_layer_idx=inverse,
         layer_norm_eps=eps,
     )
     _check_parameters(ours, config)
@@ -168,7 +174,9 @@ def _check_parameters(state_dict: Mapping[str, Tensor], config: GPT2Config) -> N
     shapes = parameter_shapes(config)
     missing, unknown = shapes.keys() - state_dict.keys(), state_dict.keys() - shapes.keys()
     if missing or unknown:
-        raise ValueError(f"parameters do not fit the configuration: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        raise ValueError(
+            f"parameters do not fit the configuration: missing {sorted(missing)}, unknown {sorted(unknown)}"
+        )
     for name, shape in shapes.items():
         if tuple(state_dict[name].shape) != shape:
             raise ValueError(f"{name} has shape {tuple(state_dict[name].shape)}, the configuration says {shape}")

@@ -1,12 +1,13 @@
 """Cross-entropy of a language-model head without ever holding the logits of all tokens.
 
 The plain loss keeps (tokens x vocabulary) logits in the weights' dtype, a copy in fp32 and their gradient: at
-50,304 ids and 16,384 tokens that is 1.6 GB + 3.3 GB + 3.3 GB. Here the head is walked in chunks of tokens; each chunk's
-logits are turned into their share of the loss and of both gradients at once, and then forgotten.
+50,304 ids and 16,384 tokens that is 1.6 GB + 3.3 GB + 3.3 GB. Here the head is walked in chunks of tokens;
+each chunk's logits are turned into their share of the loss and of both gradients at once, and then forgotten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ def reference_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> T
 def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int) -> Tensor:
     """`reference_cross_entropy` with O(chunk_tokens x vocab) memory beside the two gradients.
 
-    Logits and products are in the dtype of the inputs (under autocast, in autocast's dtype), the softmax in fp32,
-    and the gradient of `weight` is summed over chunks in fp32. Gradients are computed in the forward, only when
-    they are wanted, and scaled in the backward; a second derivative is refused.
+    Logits and products are in the dtype of the inputs (under autocast, in autocast's dtype), the softmax in
+    fp32, and the gradient of `weight` is summed over chunks in fp32. Gradients are computed in the forward,
+    only when they are wanted, and scaled in the backward; a second derivative is refused.
 
     Args:
         hidden: (tokens, width), floating point.
@@ -68,7 +69,8 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, chunk_
         dtype = torch.get_autocast_dtype(hidden.device.type)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     with_gradients = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _ChunkedCrossEntropy.apply(hidden, weight, labels, chunk_tokens, with_gradients)
+    apply: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
+    return apply(hidden, weight, labels, chunk_tokens, with_gradients)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

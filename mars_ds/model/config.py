@@ -1,4 +1,4 @@
-"""The shape of a GPT-2 and what follows from the shape alone: parameters and FLOPs, with nothing allocated."""
+"""The shape of a GPT-2 and what follows from it alone: parameters and FLOPs, with nothing allocated."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class GPT2Config:
         scale_attn_by_inverse_layer_idx: Divide the attention logits of block i (from 0) by i + 1 as well. The
             published MARS runs have it on, OpenAI's GPT-2 has it off.
         activation_checkpointing: Keep only each block's input and recompute the rest in the backward.
-        loss_chunk_tokens: Tokens whose logits exist at one time while the loss is computed; 0 is the plain loss
-            on all logits at once.
+        loss_chunk_tokens: Tokens whose logits exist at one time while the loss is computed; 0 is the plain
+            loss on all logits at once.
         layer_norm_eps: Added to the variance in every layer norm.
 
     Raises:
@@ -52,8 +52,8 @@ class GPT2Config:
                 key=lambda heads: abs(heads - self.num_heads),
             )
             raise ValueError(
-                f"model.num_heads must divide model.width: {self.width} is not a multiple of {self.num_heads}; "
-                f"the nearest number of heads that works is {nearest}"
+                f"model.num_heads must divide model.width: {self.width} is not a multiple of "
+                f"{self.num_heads}; the nearest number of heads that works is {nearest}"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"model.dropout must be in [0, 1), got {self.dropout}")
@@ -102,10 +102,11 @@ def num_parameters(config: GPT2Config) -> int:
 def flops_per_token(config: GPT2Config) -> int:
     """Floating-point operations of one token's forward and backward: 6 N + 12 L T d.
 
-    N is `num_parameters` (every parameter, the tied embedding once), L the layers, T the sequence length and d
-    the width. 6 N is a multiply-add per weight forward and two backward; 12 L T d is the two T x T attention
-    products, counted in full and not halved for causality. This is the convention of PaLM (appendix B), nanoGPT
-    and llm.c; recomputation under activation checkpointing is not counted (model FLOPs, not hardware FLOPs).
+    N is `num_parameters` (every parameter, the tied embedding once), L the layers, T the sequence length and
+    d the width. 6 N is a multiply-add per weight forward and two backward; 12 L T d is the two T x T
+    attention products, counted in full and not halved for causality. This is the convention of PaLM (appendix
+    B), nanoGPT and llm.c; recomputation under activation checkpointing is not counted (model FLOPs, not
+    hardware FLOPs).
     """
     attention = 12 * config.num_layers * config.sequence_length * config.width
     return 6 * num_parameters(config) + attention

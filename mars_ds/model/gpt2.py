@@ -1,4 +1,4 @@
-"""GPT-2 as the MARS papers train it: learned positions, pre-LN, tanh-GELU, head tied to the token embedding."""
+"""GPT-2 as the MARS papers train it: learned positions, pre-LN, tanh-GELU, head tied to the embedding."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class GPT2Output(NamedTuple):
 
     Args:
         loss: 0-dim fp32, mean cross-entropy in nats over the counted positions; None without labels.
-        logits: (batch, tokens, vocab) in the compute dtype; None when a loss was asked for, because keeping them
-            would hold the largest tensor of the step alive.
+        logits: (batch, tokens, vocab) in the compute dtype; None when a loss was asked for, because keeping
+            them would hold the largest tensor of the step alive.
     """
 
     loss: Tensor | None
@@ -34,9 +34,9 @@ class GPT2Output(NamedTuple):
 class GPT2(nn.Module):
     """A GPT-2 language model whose labels are ALREADY SHIFTED.
 
-    `labels[:, t]` is the target OF position t, i.e. the id of token t + 1: for windows w of T + 1 tokens, call
-    `model(w[:, :-1], labels=w[:, 1:])`. Nothing is shifted inside. Hugging Face models are the opposite: they take
-    `labels = input_ids` and shift inside.
+    `labels[:, t]` is the target OF position t, i.e. the id of token t + 1: for windows w of T + 1 tokens,
+    call `model(w[:, :-1], labels=w[:, 1:])`. Nothing is shifted inside. Hugging Face models are the opposite:
+    they take `labels = input_ids` and shift inside.
 
     Weights are drawn in fp32 from a CPU generator in the order of `named_parameters` and then copied, so that
     they depend on the seed alone: not on the device, the dtype, or PyTorch's global random state. On the meta
@@ -56,7 +56,7 @@ class GPT2(nn.Module):
 
     @torch.no_grad()
     def initialize(self, generator: torch.Generator) -> None:
-        """Draws all weights: N(0, 0.02), every c_proj N(0, 0.02 / sqrt(2 layers)), biases 0, layer-norm gains 1.
+        """Draws all weights: N(0, 0.02), every c_proj N(0, 0.02 / sqrt(2 layers)), biases 0, gains 1.
 
         Args:
             generator: A CPU generator; it is advanced.
@@ -87,12 +87,13 @@ class GPT2(nn.Module):
         """
         if input_ids.shape[1] > self.config.sequence_length:
             raise ValueError(
-                f"input_ids has {input_ids.shape[1]} tokens a row; the model has {self.config.sequence_length} positions"
+                f"input_ids has {input_ids.shape[1]} tokens a row; the model has "
+                f"{self.config.sequence_length} positions"
             )
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(
-                f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}: one "
-                "target for each position, already shifted"
+                f"labels {tuple(labels.shape)} must have the shape of input_ids {tuple(input_ids.shape)}: "
+                "one target for each position, already shifted"
             )
         hidden = self.transformer(input_ids)
         weight = self.transformer.wte.weight
@@ -124,12 +125,11 @@ class _Transformer(nn.Module):
         for block in self.h:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
                 # Without dropout a recomputed block draws nothing, and saving the random state costs a sync.
-                hidden = checkpoint(
-                    block, hidden, use_reentrant=False, preserve_rng_state=self.config.dropout > 0.0
-                )
+                hidden = checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=self.config.dropout > 0.0)
             else:
                 hidden = block(hidden)
-        return self.ln_f(hidden)
+        normalized: Tensor = self.ln_f(hidden)
+        return normalized
 
 
 class _Block(nn.Module):
@@ -141,8 +141,9 @@ class _Block(nn.Module):
         self.mlp = _MLP(config)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        hidden = hidden + self.attn(self.ln_1(hidden))
-        return hidden + self.mlp(self.ln_2(hidden))
+        attended: Tensor = hidden + self.attn(self.ln_1(hidden))
+        transformed: Tensor = attended + self.mlp(self.ln_2(attended))
+        return transformed
 
 
 class _Attention(nn.Module):
@@ -159,8 +160,7 @@ class _Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         query, key, value = (
-            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.c_attn(hidden).chunk(3, dim=2)
+            part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in self.c_attn(hidden).chunk(3, dim=2)
         )
         mixed = F.scaled_dot_product_attention(
             query,
@@ -170,7 +170,8 @@ class _Attention(nn.Module):
             is_causal=True,
             scale=self.scale,
         )
-        return self.drop(self.c_proj(mixed.transpose(1, 2).flatten(2)))
+        projected: Tensor = self.drop(self.c_proj(mixed.transpose(1, 2).flatten(2)))
+        return projected
 
 
 class _MLP(nn.Module):
@@ -181,7 +182,8 @@ class _MLP(nn.Module):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.drop(self.c_proj(F.gelu(self.c_fc(hidden), approximate="tanh")))
+        projected: Tensor = self.drop(self.c_proj(F.gelu(self.c_fc(hidden), approximate="tanh")))
+        return projected
 
 
 class _Linear(nn.Linear):

@@ -90,9 +90,7 @@ class OptimizerConfig(BaseModel):
             hint = f"; nearest key it reads: {nearest[0]}" if nearest else ""
             raise ValueError(f"{key} is not used by kind {self.kind} (used by {', '.join(users)}){hint}")
         if self.ns_coefficients is not None and self.ns_coefficients not in COEFFICIENTS:
-            raise ValueError(
-                f"ns_coefficients is {self.ns_coefficients!r}, expected one of {', '.join(COEFFICIENTS)}"
-            )
+            raise ValueError(f"ns_coefficients is {self.ns_coefficients!r}, expected one of {', '.join(COEFFICIENTS)}")
         if self.lr == 0 and self.lr_1d:
             raise ValueError("lr_1d is a fixed ratio of lr, so lr must be above 0 when lr_1d is")
         return self
@@ -140,15 +138,11 @@ class OptimizerConfig(BaseModel):
             "rule": rule.precondition,
             "momentum_form": rule.momentum_form,
             "lr": config.lr,
-            "lr_factor": config.lr_1d / config.lr
-            if one_d and config.lr and config.lr_1d is not None
-            else 1.0,
+            "lr_factor": config.lr_1d / config.lr if one_d and config.lr and config.lr_1d is not None else 1.0,
             "weight_decay": decay,
             "gradient_scale": config.gradient_scale,
             "gamma": config.gamma if corrected else None,
-            "clip_threshold": config.clip_threshold
-            if corrected and config.correction_clip != "none"
-            else None,
+            "clip_threshold": config.clip_threshold if corrected and config.correction_clip != "none" else None,
             "exact": corrected and config.mode == "exact",
             "first_step": config.first_step if corrected else None,
             "last_grad_dtype": config.last_grad_dtype if corrected else None,

@@ -57,9 +57,7 @@ def clip_scales(squared: Tensor, threshold: float) -> Tensor:
     return torch.where(norms > threshold, threshold / norms, torch.ones_like(norms))
 
 
-def scale_fragments(
-    flat: Tensor, fragments: Sequence[Fragment], scales: Tensor, index: Mapping[str, int]
-) -> None:
+def scale_fragments(flat: Tensor, fragments: Sequence[Fragment], scales: Tensor, index: Mapping[str, int]) -> None:
     """Multiplies each fragment of `flat` in place by the scale of its parameter."""
     for fragment in fragments:
         fragment.view(flat).mul_(scales[index[fragment.name]])

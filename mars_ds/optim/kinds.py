@@ -101,12 +101,8 @@ KINDS: dict[str, Kind] = {
     "mars-adamw": Kind(_MARS_ADAMW, _MARS_ADAMW, _VECTOR_ADAMW, _MARS),
     "mars-lion": Kind(Rule("sign", corrected=True), Rule("sign", corrected=True), _VECTOR_ADAMW, _MARS),
     "mars-shampoo": Kind(
-        matrix=Rule(
-            "orthogonal", corrected=True, scale="aspect", norm_before_cast=True, debias_momentum=True
-        ),
-        embedding=Rule(
-            "orthogonal", corrected=True, scale="aspect", norm_before_cast=True, debias_momentum=True
-        ),
+        matrix=Rule("orthogonal", corrected=True, scale="aspect", norm_before_cast=True, debias_momentum=True),
+        embedding=Rule("orthogonal", corrected=True, scale="aspect", norm_before_cast=True, debias_momentum=True),
         vector=_VECTOR_ADAMW,
         defaults={**_MARS, **_NEWTON_SCHULZ, "ns_eps": 1e-8, "ns_form": "nested"},
     ),

@@ -156,14 +156,10 @@ class Mars(torch.optim.Optimizer):
             state["last_grad"].copy_(gradient)
             return
         if not state.pop("captured", False):
-            raise RuntimeError(
-                "exact mode: call capture_next_grad() with the next batch's gradient before step()"
-            )
+            raise RuntimeError("exact mode: call capture_next_grad() with the next batch's gradient before step()")
         state["last_grad"], state["next_grad"] = state["next_grad"], state["last_grad"]
 
-    def _update_momentum(
-        self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group
-    ) -> list[Tensor]:
+    def _update_momentum(self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group) -> list[Tensor]:
         """What the preconditioner reads, per flat tensor; `exp_avg` itself where nothing is added."""
         beta = _beta1(group)
         momenta = []

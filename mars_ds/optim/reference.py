@@ -16,9 +16,7 @@ State = dict[str, Any]  # whole-tensor buffers by name, and the integer "step"
 
 def orthogonal_factor(matrix: Tensor, settings: Settings) -> Tensor:
     """Newton-Schulz of one matrix as published (MARS-M, Shampoo), line by line, in fp32 bf16 or fp64."""
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[
-        settings["ns_dtype"]
-    ]
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[settings["ns_dtype"]]
     if settings["norm_before_cast"]:
         norm = matrix.norm()
         x = matrix.to(dtype)
@@ -45,9 +43,7 @@ def corrected(gradient: Tensor, state: State, settings: Settings) -> Tensor:
         return gradient
     beta = _beta1(settings)
     if "last_grad" not in state:
-        state["last_grad"] = (
-            gradient.clone() if settings["first_step"] == "paper" else torch.zeros_like(gradient)
-        )
+        state["last_grad"] = gradient.clone() if settings["first_step"] == "paper" else torch.zeros_like(gradient)
     k = settings["gamma"] * beta / (1 - beta)
     c: Tensor = gradient + k * (gradient - state["last_grad"])
     state["last_grad"] = state.pop("next_grad") if settings["exact"] else gradient.clone()

@@ -47,14 +47,10 @@ def check_routes(routes: Mapping[str, str], names: Iterable[str]) -> None:
     names = list(names)
     for pattern, role in routes.items():
         if role not in ROLES:
-            raise ValueError(
-                f"optimizer.routes: {pattern!r} has role {role!r}, expected one of {', '.join(ROLES)}"
-            )
+            raise ValueError(f"optimizer.routes: {pattern!r} has role {role!r}, expected one of {', '.join(ROLES)}")
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise ValueError(
-                f"optimizer.routes: {pattern!r} matches no parameter; nearest name: {nearest[0]}"
-            )
+            raise ValueError(f"optimizer.routes: {pattern!r} matches no parameter; nearest name: {nearest[0]}")
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

@@ -61,17 +61,17 @@ def _optional(value: float | None, text: Callable[[float], str]) -> str:
 
 
 _COLUMNS: dict[str, _Column] = {
-    "step": _Column("step", 15, lambda row: f"{row.step}/{row.total_steps}"),
-    "tokens": _Column("tokens", 7, lambda row: format_count(row.tokens)),
-    "loss": _Column("loss", 8, lambda row: f"{row.loss:.4f}"),
+    "step": _Column("step", 13, lambda row: f"{row.step}/{row.total_steps}"),
+    "tokens": _Column("tokens", 6, lambda row: format_count(row.tokens)),
+    "loss": _Column("loss", 7, lambda row: f"{row.loss:.4f}"),
     "loss_zscore": _Column("z", 6, lambda row: _optional(row.loss_zscore, "{:+.2f}".format)),
     "grad_norm": _Column("grad", 8, lambda row: _optional(row.grad_norm, _short_float)),
-    "clip_rate": _Column("clip", 5, lambda row: _optional(row.clip_rate, "{:.0%}".format)),
-    "lr": _Column("lr", 9, lambda row: f"{row.lr:.2e}"),
-    "tokens_per_second": _Column("tok/s", 7, lambda row: _optional(row.tokens_per_second, format_count)),
-    "mfu": _Column("MFU", 6, lambda row: _optional(row.mfu, "{:.1%}".format)),
-    "memory_bytes": _Column("memory", 10, lambda row: _optional(row.memory_bytes, format_bytes)),
-    "eta_seconds": _Column("ETA", 9, lambda row: _optional(row.eta_seconds, format_seconds)),
+    "clip_rate": _Column("clip", 4, lambda row: _optional(row.clip_rate, "{:.0%}".format)),
+    "lr": _Column("lr", 8, lambda row: f"{row.lr:.2e}"),
+    "tokens_per_second": _Column("tok/s", 6, lambda row: _optional(row.tokens_per_second, format_count)),
+    "mfu": _Column("MFU", 5, lambda row: _optional(row.mfu, "{:.1%}".format)),
+    "memory_bytes": _Column("memory", 9, lambda row: _optional(row.memory_bytes, format_bytes)),
+    "eta_seconds": _Column("ETA", 7, lambda row: _optional(row.eta_seconds, format_seconds)),
 }
 
 
@@ -79,8 +79,8 @@ def step_header(without: Iterable[str] = ()) -> str:
     """Column titles, aligned with `step_line`.
 
     Args:
-        without: Fields of `StepLine` to leave out for the whole run, e.g. `("mfu", "memory_bytes")` on a device
-            of unknown peak without memory of its own.
+        without: Fields of `StepLine` to leave out for the whole run, e.g. `("mfu", "memory_bytes")` on a
+            device of unknown peak without memory of its own.
 
     Raises:
         ValueError: A name that is not a column.
@@ -98,8 +98,8 @@ def card(title: str, rows: Sequence[tuple[str, str]]) -> str:
 
     Args:
         title: Set into the upper edge.
-        rows: (label, value); a value may have several lines, and an empty label continues the row above. The row
-            `("", "")` is a blank line.
+        rows: (label, value); a value may have several lines, and an empty label continues the row above. The
+            row `("", "")` is a blank line.
     """
     label_width = max((len(label) for label, _ in rows), default=0)
     room = CARD_WIDTH - label_width - 6

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-# Dense (no structured sparsity) peak in TFLOP/s at the advertised boost clock, bf16 with fp32 accumulation; fp16
-# where the card has no bf16 units, marked. Data sheets print the sparse number for most cards since Ampere: halved here.
-# Every word of a key must be in the device's name; of several keys that fit, the one with most words counts.
+# Dense (no structured sparsity) peak in TFLOP/s at the advertised boost clock, bf16 with fp32 accumulation
+# or, where marked, fp16. Most data sheets since Ampere print the sparse number, which is halved here. Every
+# word of a key must be in the device's name; of several keys that fit, the longest counts.
 _PEAK_TFLOPS: dict[tuple[str, ...], float] = {
     # NVIDIA Blackwell and GB200 / GB300 NVL72 data sheets (2.25 and 2.5 PFLOP/s a GPU, dense).
     ("b200",): 2250.0,

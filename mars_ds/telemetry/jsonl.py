@@ -1,4 +1,4 @@
-"""The log of a run: one JSON object a line, appended and flushed, never rewritten except to take back lost steps.
+"""The log of a run: one JSON object a line, appended, flushed, rewritten only to take back lost steps.
 
 Strict JSON has no NaN or infinity. They are written as the strings "nan", "inf" and "-inf": valid in every
 parser, and `float(value)` reads numbers and these strings alike.
@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 class JsonlLog:
     """An append-only log file.
 
-    Opening an existing log keeps its lines. A last line that a kill tore apart is moved to the discarded file, so
-    that the next record starts on a line of its own.
+    Opening an existing log keeps its lines. A last line that a kill tore apart is moved to the discarded
+    file, so that the next record starts on a line of its own.
 
     Args:
         path: The file; its folder is made.
@@ -50,8 +50,8 @@ class JsonlLog:
         """Takes back what was logged after a checkpoint, because it will be logged again.
 
         Lines whose `step` is greater than `step` leave the log for `<name>.discarded-N.jsonl` beside it, N
-        counting from 1; every other line stays, byte for byte. The discarded file is complete before the log is
-        replaced, and the replacement is atomic: a kill at any moment loses nothing.
+        counting from 1; every other line stays, byte for byte. The discarded file is complete before the log
+        is replaced, and the replacement is atomic: a kill at any moment loses nothing.
 
         Args:
             step: The step of the checkpoint that the run resumes from.
@@ -154,7 +154,8 @@ def _is_record(line: bytes) -> bool:
 def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
     if not _is_record(line):
         raise ValueError(f"{path}, line {number}: not a JSON object: {line[:80]!r}")
-    return json.loads(line)
+    record: dict[str, Any] = json.loads(line)
+    return record
 
 
 def _write_synced(path: Path, content: bytes) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 class RunningZScore:
     """z-score of each new value within the last `window` values, itself included, as llm.c logs it.
 
-    Because the value is part of its own statistics, |z| cannot exceed (n - 1) / sqrt(n) for n values: 3.8 at 16,
-    11.2 at 128. The standard deviation is that of the population.
+    Because the value is part of its own statistics, |z| cannot exceed sqrt(n - 1) for n values: 3.9 at 16,
+    11.3 at 128. The standard deviation is that of the population.
 
     Args:
         window: Values remembered.
@@ -33,8 +33,8 @@ class RunningZScore:
         """Remembers a value and scores it.
 
         Returns:
-            (value - mean) / standard deviation; 0 when all values are equal; None with too few values or for a
-            value that is not finite, which is not remembered: one NaN would blind the next `window` scores.
+            (value - mean) / standard deviation; 0 when all values are equal; None with too few values or for
+            a value that is not finite, which is not remembered: one NaN would blind the next `window` scores.
         """
         value = float(value)
         if not math.isfinite(value):

@@ -1,8 +1,8 @@
 """Metrics to services outside the run - Weights & Biases, TensorBoard - none of which can stop or block it.
 
-A tracker itself is a plain class that may raise or hang. `BackgroundTracker` runs any tracker on a daemon thread
-behind a bounded queue and turns each kind of trouble into one warning line. The log file of the run does not
-depend on any of this.
+A tracker itself is a plain class that may raise or hang. `BackgroundTracker` runs any tracker on a daemon
+thread behind a bounded queue and turns each kind of trouble into one warning line. The log file of the run
+does not depend on any of this.
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ class WandbTracker:
         mode: `offline` writes a run folder to be sent later with `wandb sync`; `disabled` does nothing.
         tags: Run tags.
         directory: Where the `wandb` folder is made.
+        upload_seconds: How long the upload may take at the end; what is left stays on disk for `wandb sync`.
 
     Raises:
         ValueError: A mode that does not exist.
@@ -60,6 +61,7 @@ class WandbTracker:
         mode: WandbMode = "online",
         tags: Sequence[str] = (),
         directory: str | os.PathLike[str] = ".",
+        upload_seconds: float = 50.0,
     ) -> None:
         if mode not in ("online", "offline", "disabled"):
             raise ValueError(f"wandb mode must be online, offline or disabled, got {mode!r}")
@@ -68,6 +70,7 @@ class WandbTracker:
         self.mode: WandbMode = mode
         self.tags = tuple(tags)
         self.directory = Path(directory)
+        self.upload_seconds = upload_seconds
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any]) -> None:
@@ -75,11 +78,15 @@ class WandbTracker:
 
         Raises:
             ImportError: wandb is not installed.
+            RuntimeError: Online mode without an API key.
         """
         if self.mode == "disabled":
             return
         import wandb
 
+        # Asked for here because `init` would prompt for a key on the terminal, from a background thread.
+        if self.mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise RuntimeError("no wandb API key: run `wandb login`, set WANDB_API_KEY, or use mode offline")
         self.directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=self.project,
@@ -88,8 +95,9 @@ class WandbTracker:
             dir=str(self.directory),
             mode=self.mode,
             config=dict(config),
-            # Its console capture replaces stdout, which launchers and our own aligned lines share.
-            settings=wandb.Settings(silent=True, console="off"),
+            # Its console capture replaces stdout, which launchers and our own aligned lines share. The time
+            # limit also bounds its exit hook, which would hold the finished process when the network is gone.
+            settings=wandb.Settings(silent=True, console="off", finish_timeout=self.upload_seconds),
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -98,7 +106,7 @@ class WandbTracker:
             self._run.log(dict(metrics), step=step)
 
     def finish(self) -> None:
-        """Closes the run; in online mode this waits for the upload."""
+        """Closes the run; in online mode this waits for the upload, at most `upload_seconds`."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -144,8 +152,8 @@ class TensorBoardTracker:
 class BackgroundTracker:
     """Any tracker, made harmless: no call raises, and only `finish` waits, no longer than its deadline.
 
-    A tracker whose start fails, or is not done in time, is given up. A failing `log` is reported once, and the
-    next ones are still tried. With a full queue the newest metrics are left out and counted.
+    A tracker whose start fails, or is not done in time, is given up. A failing `log` is reported once, and
+    the next ones are still tried. With a full queue the newest metrics are left out and counted.
 
     Args:
         tracker: The one that does the work, always from one thread.

@@ -26,9 +26,7 @@ class EngineSharding:
         plans: Call id -> plan, for calls under the orthogonal rule.
     """
 
-    def __init__(
-        self, layout: ShardLayout, local: EngineLayout, optimizer: Mars, device: torch.device
-    ) -> None:
+    def __init__(self, layout: ShardLayout, local: EngineLayout, optimizer: Mars, device: torch.device) -> None:
         self.layout = layout
         self.group = local.process_group
         self.device = device
@@ -39,9 +37,7 @@ class EngineSharding:
         for shard in local.local:
             group, call = optimizer.param_groups[shard.group_index], shard.shard.call
             if group["rule"] == "orthogonal" and call not in self.plans:
-                plan = plan_exchange(
-                    layout, call, group["names"], steps=group["ns_steps"], form=group["ns_form"]
-                )
+                plan = plan_exchange(layout, call, group["names"], steps=group["ns_steps"], form=group["ns_form"])
                 self.plans[call] = plan
                 self._exchanges[call] = MatrixExchange(plan, self.group, self.rank, device, wire_dtype(group))
 

@@ -1,5 +1,6 @@
 """Joins the process group, whichever launcher started this process."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -41,15 +42,11 @@ def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
             "LOCAL_RANK": environ.get("SLURM_LOCALID", "0"),
             "WORLD_SIZE": str(tasks),
             "MASTER_ADDR": environ.get("MASTER_ADDR", _first_slurm_node(environ)),
-            "MASTER_PORT": environ.get(
-                "MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)
-            ),
+            "MASTER_PORT": environ.get("MASTER_PORT", str(20000 + int(environ.get("SLURM_JOB_ID", "0")) % 20000)),
         }
     if "RANK" in environ or environ.get("WORLD_SIZE", "1") != "1":
         missing = ", ".join(key for key in keys if key not in environ)
-        raise LaunchError(
-            f"launch environment: {missing} not set; use deepspeed, torchrun, srun or plain python"
-        )
+        raise LaunchError(f"launch environment: {missing} not set; use deepspeed, torchrun, srun or plain python")
     return {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
@@ -69,6 +66,8 @@ def join() -> None:
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
+    # Its progress messages would drown ours; warnings about what we do on purpose (a client optimizer) too.
+    deepspeed.utils.logger.setLevel(logging.ERROR)
     if dist.is_initialized():
         deepspeed.init_distributed(verbose=False)
         return
@@ -80,6 +79,7 @@ def join() -> None:
         accelerator.set_device(int(environment["LOCAL_RANK"]))
     else:
         refuse_unusable_gpu()
+        share_cores(environment)
         # Building this optional op needs a compiler, and a build that is killed leaves a lock on which every
         # later start waits for ever. gloo alone gives the same sums.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -90,6 +90,12 @@ def join() -> None:
     else:
         dist.init_process_group(backend, timeout=TIMEOUT)
     deepspeed.init_distributed(verbose=False)
+
+
+def share_cores(environment: Mapping[str, str]) -> None:
+    """Divides this machine's cores between its ranks; more threads than cores wait on each other."""
+    local_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or environment["WORLD_SIZE"]
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(local_ranks)))
 
 
 def refuse_unusable_gpu() -> None:

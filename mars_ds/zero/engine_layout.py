@@ -133,9 +133,7 @@ def _cut(
 
 def _stage_3(wrapper: Any, names: Mapping[Tensor, str]) -> Iterator[LocalShard]:
     """`DeepSpeedZeroOptimizer_Stage3`: each parameter cut over all ranks, one flat per sub-group."""
-    for call, (params, flat) in enumerate(
-        zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
-    ):
+    for call, (params, flat) in enumerate(zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)):
         fragments, sources, offset = [], [], 0
         for p in params:
             per_rank = p.ds_tensor.ds_numel

@@ -102,11 +102,7 @@ class MatrixExchange:
         ranks = range(self.plan.world_size)
         sent = [[m for m in messages if m.source == self.rank and m.destination == r] for r in ranks]
         expected = [[m for m in messages if m.destination == self.rank and m.source == r] for r in ranks]
-        parts = [
-            tensors[m.name].narrow(0, m.piece.start - offsets[m.name], m.piece.numel)
-            for to in sent
-            for m in to
-        ]
+        parts = [tensors[m.name].narrow(0, m.piece.start - offsets[m.name], m.piece.numel) for to in sent for m in to]
         outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype, device=self.device)
         input_splits = [sum(m.piece.numel for m in to) for to in sent]
         output_splits = [sum(m.piece.numel for m in source) for source in expected]

@@ -44,9 +44,7 @@ def initialize(
     """
     for key in EXPLICIT_KEYS:
         if key not in deepspeed_config:
-            raise ValueError(
-                f"deepspeed config: {key} must be written out (DeepSpeed would choose a default)"
-            )
+            raise ValueError(f"deepspeed config: {key} must be written out (DeepSpeed would choose a default)")
     config = config.resolved()
     check_supported(config, deepspeed_config)
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}

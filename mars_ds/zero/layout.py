@@ -87,27 +87,21 @@ class ShardLayout:
             for shard in shards:
                 for f in shard.fragments:
                     if f.name not in shapes or f.shape != tuple(shapes[f.name]):
-                        raise LayoutError(
-                            f"{f.name} of shape {f.shape} on rank {rank} is not a known parameter"
-                        )
+                        raise LayoutError(f"{f.name} of shape {f.shape} on rank {rank} is not a known parameter")
                     spans[f.name].append((f.start, f.stop))
         copies = self.world_size if self.replicated else 1
         for name, shape in shapes.items():
             want = [(0, prod(shape))] * copies if self.replicated else None
             got = sorted(spans[name])
             if (want is not None and got != want) or (want is None and not _tiles(got, prod(shape))):
-                raise LayoutError(
-                    f"{name}: elements 0..{prod(shape)} are held as {got}, not exactly once each"
-                )
+                raise LayoutError(f"{name}: elements 0..{prod(shape)} are held as {got}, not exactly once each")
 
 
 def _check_offsets(shard: Shard) -> None:
     at = 0
     for f in shard.fragments:
         if f.offset < at or f.offset + f.numel > shard.numel or f.numel < 1:
-            raise LayoutError(
-                f"{f.name}: offset {f.offset}+{f.numel} overlaps or leaves the shard of {shard.numel}"
-            )
+            raise LayoutError(f"{f.name}: offset {f.offset}+{f.numel} overlaps or leaves the shard of {shard.numel}")
         at = f.offset + f.numel
 
 
@@ -133,9 +127,7 @@ def replicated_layout(groups: Sequence[NamedShapes], world_size: int) -> ShardLa
     return ShardLayout((shards,) * world_size, replicated=True)
 
 
-def flat_layout(
-    groups: Sequence[NamedShapes], world_size: int, alignment: int = FLAT_ALIGNMENT
-) -> ShardLayout:
+def flat_layout(groups: Sequence[NamedShapes], world_size: int, alignment: int = FLAT_ALIGNMENT) -> ShardLayout:
     """Stages 1 and 2: each group is concatenated, padded to `alignment * world_size` and cut equally."""
     cuts = [_cut_flat(call, group, world_size, alignment) for call, group in enumerate(groups)]
     return ShardLayout(tuple(tuple(cut[rank] for cut in cuts) for rank in range(world_size)))
@@ -161,7 +153,4 @@ def _cut_flat(call: int, group: NamedShapes, world_size: int, alignment: int) ->
 def state_elements(layout: ShardLayout, names: Iterable[str]) -> list[int]:
     """Elements of the named parameters on each rank, padding excluded."""
     wanted = set(names)
-    return [
-        sum(f.numel for shard in shards for f in shard.fragments if f.name in wanted)
-        for shards in layout.shards
-    ]
+    return [sum(f.numel for shard in shards for f in shard.fragments if f.name in wanted) for shards in layout.shards]

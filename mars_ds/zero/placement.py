@@ -79,9 +79,7 @@ class ExchangePlan:
         """What holders send to owners."""
         if self.replicated:
             return []
-        return [
-            Message(p.rank, m.owner, m.name, p) for m in self.matrices for p in m.pieces if p.rank != m.owner
-        ]
+        return [Message(p.rank, m.owner, m.name, p) for m in self.matrices for p in m.pieces if p.rank != m.owner]
 
     def outbound(self) -> list["Message"]:
         """What owners send back: to each holder its elements, to everyone the whole at stage 0."""
@@ -174,9 +172,7 @@ class _Open:
         return held
 
 
-def _assign(
-    matrices: Sequence[_Open], order: Callable[[_Open], tuple[int, ...]], world_size: int
-) -> list[int]:
+def _assign(matrices: Sequence[_Open], order: Callable[[_Open], tuple[int, ...]], world_size: int) -> list[int]:
     """Greedy: each matrix to its least loaded holder, ties to the largest piece, then the lowest rank."""
     loads, owners = [0] * world_size, [0] * len(matrices)
     for i in sorted(range(len(matrices)), key=lambda i: (*order(matrices[i]), i)):
@@ -217,7 +213,5 @@ def _loads(matrices: Sequence[_Open], owners: Sequence[int], world_size: int) ->
 
 def _score(matrices: Sequence[_Open], owners: Sequence[int], layout: ShardLayout) -> tuple[int, int]:
     busiest = max(_loads(matrices, owners, layout.world_size), default=0)
-    moved = sum(
-        p.numel for m, owner in zip(matrices, owners, strict=True) for p in m.pieces if p.rank != owner
-    )
+    moved = sum(p.numel for m, owner in zip(matrices, owners, strict=True) for p in m.pieces if p.rank != owner)
     return busiest, 0 if layout.replicated else moved

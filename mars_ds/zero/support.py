@@ -30,9 +30,7 @@ def check_supported(config: OptimizerConfig, deepspeed_config: Mapping[str, Any]
         raise UnsupportedError(f"zero.stage {stage}: not supported yet; nearest: zero.stage: 2")
     for key in ("offload_optimizer", "offload_param"):
         if zero.get(key, {}).get("device", "none") not in ("none", None):
-            raise UnsupportedError(
-                f"zero_optimization.{key}: not supported yet; nearest: remove it, zero.stage: 2"
-            )
+            raise UnsupportedError(f"zero_optimization.{key}: not supported yet; nearest: remove it, zero.stage: 2")
     if config.mode == "exact":
         raise UnsupportedError(
             "optimizer.mode exact: not supported under DeepSpeed yet; nearest: optimizer.mode: approx"

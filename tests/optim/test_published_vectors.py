@@ -150,9 +150,7 @@ def test_constant_gradient_is_seen_as_itself_after_the_first_step() -> None:
         torch.testing.assert_close(ratio, torch.full_like(ratio, factor), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("norm", "scaled"), [(1.0, False), (1.0 + 1e-12, True), (0.0, False), (math.nan, False)]
-)
+@pytest.mark.parametrize(("norm", "scaled"), [(1.0, False), (1.0 + 1e-12, True), (0.0, False), (math.nan, False)])
 def test_clip_is_strict_and_has_no_epsilon(norm: float, scaled: bool) -> None:
     from mars_ds.optim.correction import clip_scales
 
@@ -231,9 +229,7 @@ def test_gamma_interpolates_between_heavy_ball_and_nesterov() -> None:
 
 def test_exact_fed_with_its_own_batch_is_approx() -> None:
     w, b = fresh()
-    optimizer = build_optimizer(
-        [("w", w), ("b", b)], OptimizerConfig(kind="mars-adamw", mode="exact", **MARS)
-    )
+    optimizer = build_optimizer([("w", w), ("b", b)], OptimizerConfig(kind="mars-adamw", mode="exact", **MARS))
     for t in (1, 2, 3):
         w.grad, b.grad = gradients(t, 0.1)
         optimizer.capture_next_grad()

@@ -66,6 +66,7 @@ class Wrapper:
             config["bf16"] = {"enabled": True}
         if self.stage:
             config["data_types"] = {"grad_accum_dtype": self.accumulation}
+            config["communication_data_type"] = self.accumulation
         return config
 
 
@@ -147,9 +148,7 @@ def through_engine(
     """Ten steps of the global batch, each rank on its slice."""
     import mars_ds
 
-    engine = mars_ds.initialize(
-        Toy(), optimizer_config(kind, ns_dtype), wrapper.config(world_size, accumulation_steps)
-    )
+    engine = mars_ds.initialize(Toy(), optimizer_config(kind, ns_dtype), wrapper.config(world_size, accumulation_steps))
     micro = GLOBAL_BATCH // world_size // accumulation_steps
     for step in range(STEPS):
         ids, labels = batch(step)
@@ -190,9 +189,7 @@ def all_cases(rank: int, world_size: int) -> dict[tuple, dict[str, Tensor]]:
         for kind in KINDS:
             if wrapper.dtype == "fp32":
                 results["inject", wrapper, kind] = with_injection(rank, world_size, wrapper, kind)
-            results["engine", wrapper, kind, "float32"] = through_engine(
-                rank, world_size, wrapper, kind, "float32"
-            )
+            results["engine", wrapper, kind, "float32"] = through_engine(rank, world_size, wrapper, kind, "float32")
         if wrapper.dtype == "fp32":
             for kind in ("mars-m", "mars-shampoo"):
                 results["engine", wrapper, kind, "bfloat16"] = through_engine(

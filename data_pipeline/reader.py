@@ -1,0 +1,273 @@
+"""Reads windows of a finished data set: exact, in any order, with memory that does not grow."""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_pipeline.binformat import HEADER_BYTES, BinHeader, read_header
+from data_pipeline.errors import DataError
+from data_pipeline.manifest import MANIFEST_FILE, read_manifest
+
+# Parts that are held open: far below the usual limit of 1,024 descriptors per process.
+_MAX_OPEN_PARTS = 128
+# What parts of llm.c's format without a manifest hold by convention.
+_FOREIGN_TOKENIZER = "gpt2"
+_FOREIGN_VOCAB_SIZE = 50_257
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    """What is known of one split before any window is read.
+
+    Attributes:
+        manifest_sha256: identity of the data set.
+        tokenizer_name: the tokenizer's name.
+        vocab_size: number of ids; every id that is read lies below it.
+        max_token_id: the largest id of the split; for a directory without a manifest ``vocab_size - 1``.
+        num_documents: documents; None for a directory without a manifest.
+        bytes_of_text: UTF-8 bytes of the documents' text; None for a directory without a manifest.
+    """
+
+    manifest_sha256: str
+    tokenizer_name: str
+    vocab_size: int
+    max_token_id: int
+    num_documents: int | None
+    bytes_of_text: int | None
+
+
+def open_dataset(path: str | Path, split: str, sequence_length: int) -> "TokenWindows":
+    """Open one split of a data set.
+
+    A directory that `prepare` made has a manifest, whose SHA-256 is the identity. A directory without one
+    may hold parts in llm.c's format, ``*_train_*.bin`` and ``*_val_*.bin``, made by others; they are taken
+    as GPT-2 tokens, and the identity is the SHA-256 over name, size and header of every part.
+
+    Args:
+        path: directory of the data set.
+        split: ``train`` or ``val``.
+        sequence_length: tokens per sample, the shift by one for the targets not counted.
+
+    Raises:
+        DataError: there is no such data set, a part is missing or damaged, or the split holds no window.
+    """
+    path = Path(path)
+    if split not in ("train", "val"):
+        raise DataError(f"unknown split {split!r}; expected train or val")
+    if sequence_length < 1:
+        raise DataError(f"sequence_length is {sequence_length}; expected 1 or more")
+    make = f"python -m data_pipeline prepare --source YOUR_TEXT_FILES --output {path}"
+    if not path.is_dir():
+        raise DataError(f"{path}: no such data set; make it with: {make}")
+    if (path / MANIFEST_FILE).exists():
+        info, parts = _from_manifest(path, split)
+    elif any(path.glob("*_train_*.bin")) or any(path.glob("*_val_*.bin")):
+        info, parts = _from_foreign_parts(path, split)
+    else:
+        raise DataError(f"{path}: neither a {MANIFEST_FILE} nor parts are in it; make the data set with: {make}")
+    if not parts:
+        raise DataError(
+            f"{path}: the {split} split is empty; make it with: {make} (--val-fraction sets the share of val)"
+        )
+    return TokenWindows(path, split, sequence_length, info, parts)
+
+
+class TokenWindows:
+    """Windows of ``sequence_length + 1`` tokens at a stride of ``sequence_length``, never across parts.
+
+    A part of n tokens has ``floor((n - 1) / sequence_length)`` windows. An instance belongs to one thread;
+    it may be pickled, and it opens its own files in each process.
+
+    Attributes:
+        path: directory of the data set.
+        split: ``train`` or ``val``.
+        sequence_length: inputs per window; a window has one token more.
+        info: see `SplitInfo`; its fields are attributes here too.
+        num_tokens: tokens of the split.
+        num_windows: windows of the split.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        split: str,
+        sequence_length: int,
+        info: SplitInfo,
+        parts: Sequence[tuple[str, BinHeader]],
+    ) -> None:
+        """Lay windows over parts ``(file name, header)``; use `open_dataset`."""
+        self.path = path
+        self.split = split
+        self.sequence_length = sequence_length
+        self.info = info
+        self.num_tokens = sum(header.num_tokens for _, header in parts)
+        self._parts = parts
+        self._dtype = parts[0][1].dtype
+        counts = [max(0, header.num_tokens - 1) // sequence_length for _, header in parts]
+        self._ends = np.cumsum(counts, dtype=np.int64)  # windows up to and including each part
+        self.num_windows = int(self._ends[-1])
+        self._open_parts: dict[int, int] = {}
+        self._buffer: NDArray[Any] = np.empty((0, sequence_length + 1), dtype=self._dtype)
+        if self.num_windows == 0:
+            longest = max(header.num_tokens for _, header in parts)
+            raise DataError(
+                f"{path}: the {split} split has no window of {sequence_length + 1:,} tokens: its longest "
+                f"part has {longest:,}. A sequence_length of at most {longest - 1:,} works, or more text"
+            )
+
+    @property
+    def manifest_sha256(self) -> str:
+        """Identity of the data set."""
+        return self.info.manifest_sha256
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name of the tokenizer."""
+        return self.info.tokenizer_name
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids; every id that is read lies below it."""
+        return self.info.vocab_size
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id of the split."""
+        return self.info.max_token_id
+
+    @property
+    def num_documents(self) -> int | None:
+        """Documents of the split; None where there is no manifest."""
+        return self.info.num_documents
+
+    @property
+    def bytes_of_text(self) -> int | None:
+        """UTF-8 bytes of the split's text, for bits per byte; None where there is no manifest."""
+        return self.info.bytes_of_text
+
+    def read(
+        self, windows: Sequence[int] | NDArray[np.integer[Any]], out: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Read windows.
+
+        Args:
+            windows: window numbers, 0 to ``num_windows - 1``, in any order, repeats allowed.
+            out: filled and returned where given: int64, shape ``(len(windows), sequence_length + 1)``.
+
+        Returns:
+            Tokens, int64, shape ``(len(windows), sequence_length + 1)``.
+
+        Raises:
+            IndexError: a window is out of range.
+            DataError: a part was truncated since it was opened, or holds an id outside the vocabulary.
+        """
+        numbers = np.asarray(windows, dtype=np.int64)
+        if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= self.num_windows):
+            raise IndexError(f"windows {int(numbers.min())} to {int(numbers.max())}: the split has {self.num_windows}")
+        places = self._places(numbers)
+        if len(self._buffer) < len(places):
+            self._buffer = np.empty((len(places), self.sequence_length + 1), dtype=self._dtype)
+        buffer = self._buffer[: len(places)]
+        # Tell the kernel of the whole batch first: on a cold cache the reads then overlap.
+        for part, offset in places:
+            os.posix_fadvise(self._descriptor(part), offset, buffer.strides[0], os.POSIX_FADV_WILLNEED)
+        for row, (part, offset) in zip(buffer, places, strict=True):
+            if os.preadv(self._descriptor(part), [row.data], offset) != row.nbytes:
+                raise DataError(f"{self.path / self._parts[part][0]}: truncated since it was opened; copy it anew")
+        if buffer.size and int(buffer.max()) >= self.vocab_size:
+            bad = int(np.argmax(buffer.max(axis=1) >= self.vocab_size))
+            file = self.path / self._parts[places[bad][0]][0]
+            raise DataError(
+                f"{file}: window {numbers[bad]} holds id {buffer[bad].max()}, outside the vocabulary "
+                f"of {self.vocab_size:,}; `python -m data_pipeline verify {self.path}` names damage"
+            )
+        if out is None:
+            return buffer.astype(np.int64)
+        if out.shape != buffer.shape or out.dtype != np.int64:
+            raise ValueError(f"out is {out.dtype} {out.shape}; expected int64 {buffer.shape}")
+        out[...] = buffer
+        return out
+
+    def close(self) -> None:
+        """Close the open parts; a later `read` opens them again."""
+        while self._open_parts:
+            os.close(self._open_parts.popitem()[1])
+
+    def __del__(self) -> None:
+        """Close the open parts."""
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what defines the windows, without descriptors and buffers."""
+        return TokenWindows, (self.path, self.split, self.sequence_length, self.info, self._parts)
+
+    def _places(self, windows: NDArray[np.int64]) -> list[tuple[int, int]]:
+        """Part and byte offset of each window."""
+        parts = np.searchsorted(self._ends, windows, side="right")
+        before = np.concatenate(([0], self._ends[:-1]))[parts]
+        offsets = HEADER_BYTES + (windows - before) * self.sequence_length * self._dtype.itemsize
+        return list(zip(parts.tolist(), offsets.tolist(), strict=True))
+
+    def _descriptor(self, part: int) -> int:
+        descriptor = self._open_parts.get(part)
+        if descriptor is None:
+            while len(self._open_parts) >= _MAX_OPEN_PARTS:
+                os.close(self._open_parts.pop(next(iter(self._open_parts))))
+            descriptor = os.open(self.path / self._parts[part][0], os.O_RDONLY)
+            self._open_parts[part] = descriptor
+        return descriptor
+
+
+def _from_manifest(path: Path, split: str) -> tuple[SplitInfo, list[tuple[str, BinHeader]]]:
+    manifest, identity = read_manifest(path)
+    records = manifest.parts_of(split)
+    parts = []
+    for record in records:
+        header = read_header(path / record.file)
+        if (header.num_tokens, header.num_documents) != (record.tokens, record.documents):
+            raise DataError(
+                f"{path / record.file}: its header says {header.num_tokens:,} tokens, the manifest "
+                f"{record.tokens:,}; the part is of another data set: copy it anew"
+            )
+        parts.append((record.file, header))
+    info = SplitInfo(
+        manifest_sha256=identity,
+        tokenizer_name=manifest.tokenizer.name,
+        vocab_size=manifest.tokenizer.vocab_size,
+        max_token_id=max((record.max_token_id for record in records), default=0),
+        num_documents=sum(record.documents for record in records),
+        bytes_of_text=manifest.text_bytes[split],
+    )
+    return info, parts
+
+
+def _from_foreign_parts(path: Path, split: str) -> tuple[SplitInfo, list[tuple[str, BinHeader]]]:
+    identity = hashlib.sha256()
+    parts = []
+    for file in sorted([*path.glob("*_train_*.bin"), *path.glob("*_val_*.bin")]):
+        header = read_header(file)
+        if header.itemsize != 2:
+            raise DataError(
+                f"{file}: parts without a {MANIFEST_FILE} are taken as GPT-2 tokens in uint16 (magic "
+                "20240520); prepare other vocabularies from their text"
+            )
+        with open(file, "rb") as opened:
+            start = opened.read(HEADER_BYTES)
+        identity.update(f"{file.name}\n{header.file_bytes}\n".encode() + start)
+        if f"_{split}_" in file.name:
+            parts.append((file.name, header))
+    info = SplitInfo(
+        manifest_sha256=identity.hexdigest(),
+        tokenizer_name=_FOREIGN_TOKENIZER,
+        vocab_size=_FOREIGN_VOCAB_SIZE,
+        max_token_id=_FOREIGN_VOCAB_SIZE - 1,
+        num_documents=None,
+        bytes_of_text=None,
+    )
+    return info, parts

@@ -1,0 +1,46 @@
+"""The DeepSpeed config of a run, every choice written out."""
+
+from typing import Any
+
+from mars_ds.config import RunConfig
+from mars_ds.planning.batch import BatchPlan
+
+
+def deepspeed_config(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
+    """DeepSpeed's JSON from our sections, with `deepspeed:` laid over it.
+
+    Accumulation and communication dtypes, clipping and reduce-scatter have defaults that changed between
+    DeepSpeed releases, so none is left to them. `overlap_comm` is off: races were reported with it.
+    """
+    precision, zero = config.precision, config.zero
+    names = {"float32": "fp32", "bfloat16": "bf16"}
+    generated: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": batch.micro_batch,
+        "gradient_accumulation_steps": batch.accumulation_steps,
+        "gradient_clipping": config.batch.gradient_clipping,
+        "steps_per_print": 10**9,
+        "wall_clock_breakdown": False,
+        "zero_optimization": {
+            "stage": zero.stage,
+            "overlap_comm": False,
+            "reduce_scatter": True,
+            "reduce_bucket_size": zero.reduce_bucket_elements,
+            "allgather_bucket_size": zero.reduce_bucket_elements,
+            "contiguous_gradients": True,
+            "round_robin_gradients": False,
+        },
+    }
+    if precision.dtype == "bfloat16":
+        generated["bf16"] = {"enabled": True}
+    if zero.stage:
+        generated["data_types"] = {"grad_accum_dtype": names[precision.accumulation_dtype]}
+        generated["communication_data_type"] = names[precision.accumulation_dtype]
+    return _laid_over(generated, config.deepspeed)
+
+
+def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(under)
+    for key, value in over.items():
+        inner = merged.get(key)
+        merged[key] = _laid_over(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged

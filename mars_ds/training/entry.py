@@ -1,0 +1,163 @@
+"""From the command line to a finished run: what `launch/pretrain.py` calls.
+
+Exit codes: 0 done, 2 bad input (one message on rank 0, no traceback), 130 interrupted.
+"""
+
+import argparse
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from data_pipeline import DataError
+from mars_ds.config import RunConfig, load_config
+from mars_ds.errors import ConfigError
+from mars_ds.planning.batch import plan_batch
+
+DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Arguments of pretrain.py."""
+    result = argparse.ArgumentParser(
+        prog="pretrain.py",
+        description="Trains a language model as a YAML file says, on one process or under any launcher.",
+        epilog=(
+            "examples: deepspeed launch/pretrain.py --config configs/xl_mars_m.yaml | torchrun --nproc-per-node 8 "
+            "launch/pretrain.py --config configs/small_mars_m.yaml optimizer.lr=3e-3 | python launch/pretrain.py "
+            "--config configs/xl_mars_m.yaml --plan --world-size 64"
+        ),
+    )
+    result.add_argument("--config", required=True, help="YAML file of the run")
+    result.add_argument("overrides", nargs="*", metavar="section.key=value", help="laid over the file")
+    result.add_argument("--plan", action="store_true", help="check and print the plan, train nothing")
+    result.add_argument("--world-size", type=int, help="with --plan: plan for so many ranks")
+    # Launchers pass it; the environment says the same.
+    result.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one rank.
+
+    Args:
+        arguments: Command line without the program's name; None takes it from the process.
+
+    Returns:
+        Exit code.
+    """
+    options = parser().parse_intermixed_args(arguments)
+    from mars_ds.zero.distributed import LaunchError, shut_down
+    from mars_ds.zero.support import UnsupportedError
+
+    _quiet()
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.plan:
+            print(_plan_only(config, options.world_size or 1))
+        else:
+            _train(config, _command(options))
+    except (ConfigError, DataError, LaunchError, UnsupportedError) as error:
+        if _rank() == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        if _rank() == 0:
+            print(f"interrupted; continue with: {_command(options)}", file=sys.stderr, flush=True)
+        return INTERRUPTED
+    finally:
+        shut_down()
+    return DONE
+
+
+def _train(config: RunConfig, command: str) -> None:
+    from mars_ds.telemetry.report import write_report
+    from mars_ds.training.run_folder import open_run_folder
+    from mars_ds.training.trainer import Trainer
+    from mars_ds.zero.distributed import join, launch_environment
+
+    # Everything that can be known without the other ranks is checked before they are waited for.
+    world_size = int(launch_environment(os.environ)["WORLD_SIZE"])
+    printed = _say if _rank() == 0 else _hush
+    printed(_plan_text(config, world_size))
+    batch = plan_batch(config.global_batch, config.batch.micro_batch, world_size)
+    folder = open_run_folder(config)
+    join()
+    trainer = Trainer(config, batch, folder, printed)
+    if folder.resume_from is None:
+        printed(f"run folder {folder.path}; if it stops, the same command continues it:\n  {command}")
+    outcome = trainer.train()
+    if _rank() == 0:
+        report = write_report(folder.path)
+        printed(f"done: {outcome.steps} steps, validation loss {_number(outcome.validation_loss)}")
+        printed(f"report     {report}\ncheckpoint {_newest(folder.checkpoints)}\ncontinue   {command}")
+
+
+def _plan_only(config: RunConfig, world_size: int) -> str:
+    """The plan for a world size, whether or not the data is there."""
+    try:
+        return _plan_text(config, world_size)
+    except DataError as error:
+        return _plan_text(config, world_size, data=False) + f"\nnote: {error}"
+
+
+def _plan_text(config: RunConfig, world_size: int, data: bool = True) -> str:
+    from mars_ds.planning.card import plan_card
+    from mars_ds.training.data import check_vocabulary, open_split
+    from mars_ds.training.model import build_model
+
+    batch = plan_batch(config.global_batch, config.batch.micro_batch, world_size)
+    model = build_model(config, device="meta")
+    shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters() if p.requires_grad}
+    windows = None
+    if data:
+        train = open_split(config, "train")
+        check_vocabulary(train, model)
+        windows = train.num_windows
+        if config.evaluation.interval_steps:
+            check_vocabulary(open_split(config, "val"), model)
+    return plan_card(config, batch, shapes, model.flops_per_token, windows)
+
+
+def _command(options: argparse.Namespace) -> str:
+    """The command that continues this run, in the launcher that started it."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    script = os.path.relpath(sys.argv[0]) if sys.argv[0].endswith(".py") else "launch/pretrain.py"
+    arguments = " ".join(["--config", options.config, *options.overrides])
+    if "SLURM_STEP_ID" in os.environ:
+        return f"srun python {script} {arguments}"
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return f"torchrun --nproc-per-node {os.environ.get('LOCAL_WORLD_SIZE', world_size)} {script} {arguments}"
+    if "RANK" in os.environ and world_size != "1":
+        return f"deepspeed --num_gpus {os.environ.get('LOCAL_SIZE', world_size)} {script} {arguments}"
+    return f"python {script} {arguments}"
+
+
+def _newest(folder) -> str:  # type: ignore[no-untyped-def]
+    from mars_ds.checkpoint import newest_checkpoint
+
+    return str(newest_checkpoint(folder))
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
+def _number(value: float | None) -> str:
+    return "not evaluated" if value is None else f"{value:.4f}"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _hush(text: str) -> None:
+    """Console of the other ranks."""
+
+
+def _quiet() -> None:
+    """Keeps the libraries' own chatter out of the console; their warnings and errors stay."""
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module="torch")

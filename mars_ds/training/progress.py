@@ -1,0 +1,159 @@
+"""Console lines, the JSONL log and the trackers of one run: everything a person sees of the loop."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mars_ds.config import RunConfig
+from mars_ds.telemetry.console import StepLine, first_loss_line, format_count, step_header, step_line
+from mars_ds.telemetry.devices import mfu
+from mars_ds.telemetry.jsonl import JsonlLog
+from mars_ds.telemetry.statistics import RunningZScore
+from mars_ds.telemetry.trackers import BackgroundTracker, TensorBoardTracker, Tracker, WandbTracker
+
+# The first steps are logged one by one: that is when a person watches.
+ALWAYS_LOGGED_STEPS = 20
+
+
+class Progress:
+    """Rank 0's reporting; on other ranks nothing is made and nothing is written.
+
+    Args:
+        config: The run.
+        folder: Run folder.
+        flops_per_token: For MFU.
+        world_size: Devices.
+        first_step: Steps already done when this process started.
+        printed: Where console lines go.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        flops_per_token: int,
+        world_size: int,
+        first_step: int,
+        printed: Callable[[str], None],
+    ) -> None:
+        self.config, self.flops_per_token, self.world_size = config, flops_per_token, world_size
+        self.print = printed
+        self.first_step = first_step
+        self.log = JsonlLog(folder / "log.jsonl")
+        self.log.resume(first_step)
+        self._loss_statistics, self._norm_statistics = RunningZScore(), RunningZScore()
+        self._clipped, self._logged = 0, 0
+        self._device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self._without = () if torch.cuda.is_available() else ("mfu", "memory_bytes")
+        self._trackers = _trackers(config, folder, printed)
+        for tracker in self._trackers:
+            tracker.start(config.model_dump(mode="json"))
+        self._timer = time.perf_counter()
+        self._timed_step = first_step
+        self._started = time.perf_counter()
+
+    def start(self, facts: dict[str, Any]) -> None:
+        """Writes the start line and the header."""
+        self.log.write({"kind": "start", "step": self.first_step, "time": time.time(), **facts})
+        self.print(step_header(self._without))
+
+    def is_log_step(self, step: int) -> bool:
+        """True when the step numbered `step` (from 1) has a line."""
+        interval, total = self.config.telemetry.log_interval_steps, self.config.schedule.steps
+        return step % interval == 0 or step <= ALWAYS_LOGGED_STEPS or step == total
+
+    def pause_clock(self) -> Callable[[], None]:
+        """Stops the throughput clock (evaluation, saving); the returned function starts it again."""
+        paused = time.perf_counter()
+
+        def resume() -> None:
+            self._timer += time.perf_counter() - paused
+
+        return resume
+
+    def step(self, step: int, loss: float, grad_norm: float | None, lr: float, extra: dict[str, Any]) -> None:
+        """Logs one finished step."""
+        now = time.perf_counter()
+        seconds = (now - self._timer) / max(1, step - self._timed_step)
+        self._timer, self._timed_step = now, step
+        tokens_per_second = self.config.tokens_per_step / seconds
+        clip = self.config.batch.gradient_clipping
+        if grad_norm is not None:
+            self._logged += 1
+            self._clipped += bool(clip and grad_norm > clip)
+        used = mfu(tokens_per_second, self.flops_per_token, self.world_size, self._device)
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        line = StepLine(
+            step=step,
+            total_steps=self.config.schedule.steps,
+            tokens=step * self.config.tokens_per_step,
+            loss=loss,
+            lr=lr,
+            grad_norm=grad_norm,
+            loss_zscore=self._loss_statistics.update(loss),
+            clip_rate=self._clipped / self._logged if self._logged else None,
+            tokens_per_second=tokens_per_second,
+            mfu=used,
+            memory_bytes=memory,
+            eta_seconds=seconds * (self.config.schedule.steps - step),
+        )
+        record = {
+            "kind": "train",
+            "step": step,
+            "tokens": line.tokens,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "grad_norm_zscore": self._norm_statistics.update(grad_norm) if grad_norm is not None else None,
+            "loss_zscore": line.loss_zscore,
+            "lr": lr,
+            "seconds": seconds,
+            "tokens_per_second": tokens_per_second,
+            "mfu": used,
+            "memory_bytes": memory,
+            **extra,
+        }
+        self.log.write(record)
+        self.print(step_line(line, self._without))
+        self._track({f"train/{k}": v for k, v in record.items() if k not in ("kind", "step")}, step)
+        if step == 1 and self.config.model.factory is None and self.config.run.init_from is None:
+            self.print(first_loss_line(loss, self.config.model.vocab_size))
+
+    def evaluation(self, step: int, loss: float, bits_per_byte: float | None, tokens: int) -> None:
+        """Logs a validation loss."""
+        record = {
+            "kind": "eval",
+            "step": step,
+            "tokens": step * self.config.tokens_per_step,
+            "loss": loss,
+            "bits_per_byte": bits_per_byte,
+            "evaluated_tokens": tokens,
+        }
+        self.log.write(record)
+        per_byte = f", {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else ""
+        self.print(f"step {step}: validation loss {loss:.4f}{per_byte} over {format_count(tokens)} tokens")
+        self._track({"eval/loss": loss, "eval/bits_per_byte": bits_per_byte}, step)
+
+    def end(self, facts: dict[str, Any]) -> None:
+        """Writes the last line and closes the trackers, within their deadline."""
+        self.log.write({"kind": "end", "seconds": time.perf_counter() - self._started, **facts})
+        self.log.close()
+        for tracker in self._trackers:
+            tracker.finish()
+
+    def _track(self, metrics: dict[str, Any], step: int) -> None:
+        numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
+        for tracker in self._trackers:
+            tracker.log(numbers, step)
+
+
+def _trackers(config: RunConfig, folder: Path, warn: Callable[[str], None]) -> list[BackgroundTracker]:
+    wanted: list[Tracker] = []
+    wandb = config.telemetry.wandb
+    if wandb.mode != "disabled":
+        wanted.append(WandbTracker(wandb.project, config.run.name, wandb.mode, tuple(wandb.tags), folder))
+    if config.telemetry.tensorboard:
+        wanted.append(TensorBoardTracker(folder / "tensorboard"))
+    return [BackgroundTracker(tracker, warn=warn) for tracker in wanted]
