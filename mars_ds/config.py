@@ -301,6 +301,8 @@ def _explain(tree: ConfigTree, item: Any) -> str:
     if item["type"] == "missing":
         return f"{where}: {dotted} is missing"
     message = item["msg"].removeprefix("Value error, ")
+    # A check between keys begins its message with the key to change: that key's line, not its section's.
+    where = tree.origins.get(f"{dotted}.{message.split()[0]}".removeprefix("."), where)
     given = item["input"]
     shown = f", got {given!r}" if item["type"] != "value_error" and not isinstance(given, dict) else ""
     return f"{where}: {dotted + ': ' if dotted else ''}{message}{shown}"

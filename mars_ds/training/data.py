@@ -66,7 +66,12 @@ class WindowLoader:
         total = self._before_resume
         for value in values:
             total = total + WindowHash(value)
-        return {**self._identity(), "position": self.position, "window_hash": total.hexdigest()}
+        return {
+            **self._identity(),
+            "position": self.position,
+            "window_hash": total.hexdigest(),
+            "tokenizer": self.windows.tokenizer_name,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continues where a checkpoint stopped.

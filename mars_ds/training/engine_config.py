@@ -32,9 +32,8 @@ def deepspeed_config(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
     }
     if precision.dtype == "bfloat16":
         generated["bf16"] = {"enabled": True}
-    if zero.stage:
-        generated["data_types"] = {"grad_accum_dtype": names[precision.accumulation_dtype]}
-        generated["communication_data_type"] = names[precision.accumulation_dtype]
+    generated["data_types"] = {"grad_accum_dtype": names[precision.accumulation_dtype]}
+    generated["communication_data_type"] = names[precision.accumulation_dtype]
     return _laid_over(generated, config.deepspeed)
 
 

@@ -85,8 +85,10 @@ def _train(config: RunConfig, command: str) -> None:
     folder = open_run_folder(config)
     join()
     trainer = Trainer(config, batch, folder, printed)
-    if folder.resume_from is None:
-        printed(f"run folder {folder.path}; if it stops, the same command continues it:\n  {command}")
+    if trainer.step >= config.schedule.steps:
+        printed(f"nothing to do: {folder.path} has all {config.schedule.steps} steps; raise schedule.steps to go on")
+        return
+    printed(f"run folder {folder.path}; if it stops, the same command continues it:\n  {command}")
     outcome = trainer.train()
     if _rank() == 0:
         report = write_report(folder.path)
@@ -105,9 +107,12 @@ def _plan_only(config: RunConfig, world_size: int) -> str:
 def _plan_text(config: RunConfig, world_size: int, data: bool = True) -> str:
     from mars_ds.planning.card import plan_card
     from mars_ds.training.data import check_vocabulary, open_split
+    from mars_ds.training.engine_config import deepspeed_config
     from mars_ds.training.model import build_model
+    from mars_ds.zero.support import check_supported
 
     batch = plan_batch(config.global_batch, config.batch.micro_batch, world_size)
+    check_supported(config.optimizer.resolved(), deepspeed_config(config, batch))
     model = build_model(config, device="meta")
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters() if p.requires_grad}
     windows = None

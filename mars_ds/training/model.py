@@ -2,6 +2,8 @@
 
 import difflib
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +113,9 @@ def load_factory(spec: str) -> Callable[..., Any]:
     module_name, colon, function = spec.partition(":")
     if not colon:
         raise ConfigError(f"model.factory: {spec!r} is not of the form package.module:function")
+    # The launchers put the script's folder on the path, not the one the user stands in.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

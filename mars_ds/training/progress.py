@@ -18,6 +18,12 @@ from mars_ds.telemetry.trackers import BackgroundTracker, TensorBoardTracker, Tr
 ALWAYS_LOGGED_STEPS = 20
 
 
+def is_log_step(config: RunConfig, step: int) -> bool:
+    """True when step `step` (from 1) has a line; every rank asks, since the loss is summed over them."""
+    interval = config.telemetry.log_interval_steps
+    return step % interval == 0 or step <= ALWAYS_LOGGED_STEPS or step == config.schedule.steps
+
+
 class Progress:
     """Rank 0's reporting; on other ranks nothing is made and nothing is written.
 
@@ -59,11 +65,6 @@ class Progress:
         """Writes the start line and the header."""
         self.log.write({"kind": "start", "step": self.first_step, "time": time.time(), **facts})
         self.print(step_header(self._without))
-
-    def is_log_step(self, step: int) -> bool:
-        """True when the step numbered `step` (from 1) has a line."""
-        interval, total = self.config.telemetry.log_interval_steps, self.config.schedule.steps
-        return step % interval == 0 or step <= ALWAYS_LOGGED_STEPS or step == total
 
     def pause_clock(self) -> Callable[[], None]:
         """Stops the throughput clock (evaluation, saving); the returned function starts it again."""

@@ -19,7 +19,7 @@ from mars_ds.training.data import WindowLoader, check_vocabulary, open_split
 from mars_ds.training.engine_config import deepspeed_config
 from mars_ds.training.evaluation import Evaluation, Evaluator
 from mars_ds.training.model import TrainableModel, build_model
-from mars_ds.training.progress import Progress
+from mars_ds.training.progress import Progress, is_log_step
 from mars_ds.training.run_folder import CONFIG_NAME, RunFolder
 from mars_ds.training.schedule import Schedule, set_learning_rates
 
@@ -82,7 +82,7 @@ class Trainer:
         while self.step < total:
             loss, lr = self._train_step()
             self._count_skipped()
-            if progress_due(self.config, self.step):
+            if is_log_step(self.config, self.step):
                 self._log_step(progress, loss, lr)
             if self._is_due(self.config.evaluation.interval_steps):
                 result = self._evaluate(progress)
@@ -221,14 +221,6 @@ class Trainer:
 
     def _is_due(self, interval: int) -> bool:
         return self.step == self.config.schedule.steps or (interval > 0 and self.step % interval == 0)
-
-
-def progress_due(config: RunConfig, step: int) -> bool:
-    """True when step `step` (from 1) is logged; all ranks ask, since the loss is summed over them."""
-    from mars_ds.training.progress import ALWAYS_LOGGED_STEPS
-
-    interval = config.telemetry.log_interval_steps
-    return step % interval == 0 or step <= ALWAYS_LOGGED_STEPS or step == config.schedule.steps
 
 
 def _accelerator() -> Any:

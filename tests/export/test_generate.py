@@ -53,10 +53,7 @@ def test_padding_ids_are_never_drawn_and_the_window_slides() -> None:
 
 def test_end_of_text_stops_and_starts() -> None:
     tokenizer = ByteTokenizer()
-    assert (
-        generate(NextByte(), tokenizer, "\xfd", max_new_tokens=9, temperature=0.0, stop_id=256)
-        == "\xfd\xfe\xff"
-    )
+    assert generate(NextByte(), tokenizer, "\xfd", max_new_tokens=9, temperature=0.0, stop_id=256) == "\xfd\xfe\xff"
     assert generate(NextByte(), tokenizer, "", max_new_tokens=2, temperature=0.0, stop_id=256) == "\x00\x01"
 
 
@@ -65,10 +62,7 @@ def test_same_seed_same_text_from_ours_and_from_hugging_face() -> None:
     ours = GPT2(config, seed=1)
     theirs = to_huggingface(ours.state_dict(), config)
     tokenizer = ByteTokenizer()
-    texts = [
-        generate(model, tokenizer, "hello", 12, 0.8, 20, seed=5, stop_id=256)
-        for model in (ours, theirs, theirs)
-    ]
+    texts = [generate(model, tokenizer, "hello", 12, 0.8, 20, seed=5, stop_id=256) for model in (ours, theirs, theirs)]
     assert texts[0] == texts[1] == texts[2]
     assert texts[0].startswith("hello") and len(texts[0]) == 17
     assert generate(theirs, tokenizer, "hello", 12, 0.8, 20, seed=6, stop_id=256) != texts[0]

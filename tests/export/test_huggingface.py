@@ -76,9 +76,7 @@ def test_hugging_faces_own_weights_load() -> None:
     from transformers import GPT2LMHeadModel
 
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(
-        HuggingFaceConfig(vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2)
-    ).eval()
+    theirs = GPT2LMHeadModel(HuggingFaceConfig(vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2)).eval()
     config, state = from_huggingface(theirs)
     assert config == GPT2Config(2, 2, 16, 8, vocab_size=50, bias=True)
     ours = GPT2(config).eval()

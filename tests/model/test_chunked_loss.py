@@ -49,9 +49,7 @@ def test_reference_is_torch_cross_entropy(ignored: int) -> None:
 def test_without_targets_loss_and_gradients_are_zero(chunked: bool) -> None:
     hidden, weight, labels = _inputs(torch.float32, ignored=TOKENS)
     loss = (
-        chunked_cross_entropy(hidden, weight, labels, 8)
-        if chunked
-        else reference_cross_entropy(hidden, weight, labels)
+        chunked_cross_entropy(hidden, weight, labels, 8) if chunked else reference_cross_entropy(hidden, weight, labels)
     )
     for value in _run(loss, hidden, weight):
         assert torch.equal(value, torch.zeros_like(value))

@@ -20,9 +20,7 @@ def make_run(directory: Path, kind: str = "mars-m", floor: float = 2.9, ended: b
     """A made-up run shaped like a real one: a fall from ln(vocab), noise, a spike, a warm-up, a cosine."""
     generator = np.random.default_rng(0)
     directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(
-        f"run:\n  name: {kind}-small\noptimizer:\n  kind: {kind}\n  lr: 3.0e-3\n"
-    )
+    (directory / "config.yaml").write_text(f"run:\n  name: {kind}-small\noptimizer:\n  kind: {kind}\n  lr: 3.0e-3\n")
     with JsonlLog(directory / "log.jsonl") as log:
         log.write({"kind": "start", "num_parameters": 124_373_760})
         for step in range(1, STEPS + 1):
@@ -114,9 +112,7 @@ def test_comparison_is_ordered_by_the_last_validation_loss(tmp_path: Path) -> No
     better = make_run(tmp_path / "b", kind="mars-m", floor=2.9)
     again = make_run(tmp_path / "c", kind="mars-m", floor=2.95, ended=False)
     path = write_comparison([worse, better, again], tmp_path / "out")
-    rows = [
-        line.split(" | ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")
-    ][2:]
+    rows = [line.split(" | ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
     assert [row[0] for row in rows] == ["| mars-m-small (b)", "| mars-m-small (c)", "| adamw-small"]
     assert [row[4] for row in rows] == ["+0.0000", "+0.0500", "+0.1000"]
     assert _png_size(tmp_path / "out" / "comparison.png") == (1950, 810)

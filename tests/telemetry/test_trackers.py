@@ -85,9 +85,7 @@ def test_failing_logs_are_reported_once_and_counted() -> None:
 
 
 def test_a_failing_finish_is_one_line() -> None:
-    assert _drive(Recorder(raises="finish"))[0] == [
-        "Recorder could not finish: RuntimeError: finish is broken"
-    ]
+    assert _drive(Recorder(raises="finish"))[0] == ["Recorder could not finish: RuntimeError: finish is broken"]
 
 
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
@@ -123,9 +121,7 @@ def test_without_start_nothing_happens() -> None:
     tracker.finish()
 
 
-def test_wandb_offline_writes_a_run_folder_without_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_offline_writes_a_run_folder_without_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reached: list[Any] = []
     connect = socket.socket.connect
 
@@ -137,9 +133,7 @@ def test_wandb_offline_writes_a_run_folder_without_network(
     monkeypatch.setattr(socket.socket, "connect", watched)
     monkeypatch.chdir(tmp_path)
     warnings: list[str] = []
-    inner = WandbTracker(
-        "mars", name="debug", mode="offline", tags=("test",), directory=tmp_path / "tracking"
-    )
+    inner = WandbTracker("mars", name="debug", mode="offline", tags=("test",), directory=tmp_path / "tracking")
     tracker = BackgroundTracker(inner, warn=warnings.append)
     tracker.start({"optimizer": {"kind": "mars-m", "lr": 3e-3}})
     for step in range(1, 4):

@@ -1,0 +1,123 @@
+"""Every mistake: one clear message on rank 0, exit code 2, nothing overwritten."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mars_ds.training.entry import BAD_INPUT, DONE, main
+
+
+@pytest.fixture
+def refused(config_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Calls main and returns the message of its refusal."""
+
+    def call(*overrides: str, path: Path = config_file, **environment: str) -> str:
+        for key, value in environment.items():
+            monkeypatch.setenv(key, value)
+        assert main(["--config", str(path), *overrides]) == BAD_INPUT
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        assert captured.err.startswith("error: ")
+        return captured.err
+
+    return call
+
+
+def test_missing_config(refused, config_file: Path) -> None:
+    message = refused(path=config_file.with_name("tin.yaml"))
+    assert "tin.yaml: cannot be read (No such file or directory)" in message
+    assert f"nearest file: {config_file}" in message
+
+
+def test_unreadable_yaml(refused, config_file: Path) -> None:
+    config_file.write_text("run:\n  name: x\n model: {\n")
+    assert f"{config_file}:3: not YAML" in refused()
+
+
+def test_unknown_key(refused, config_file: Path) -> None:
+    line = config_file.read_text().splitlines().index("zero: {stage: 1}") + 1
+    config_file.write_text(config_file.read_text().replace("zero: {stage: 1}", "zero: {stag: 1}"))
+    assert f"{config_file}:{line}: unknown key zero.stag; nearest: zero.stage" in refused()
+
+
+def test_missing_data_names_the_command(refused) -> None:
+    message = refused("data.path=data/nothing_here")
+    assert "data/nothing_here" in message
+    assert "python -m data_pipeline prepare --source" in message
+
+
+def test_empty_data(refused, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "manifest" in refused(f"data.path={tmp_path / 'empty'}")
+
+
+def test_vocabulary_too_small(refused) -> None:
+    message = refused("model.vocab_size=100")
+    assert "model.vocab_size 100 is too small" in message
+    assert "nearest: 320" in message
+
+
+def test_a_sequence_longer_than_the_data(refused) -> None:
+    assert "sequence" in refused("model.sequence_length=10000000")
+
+
+def test_a_sequence_longer_than_the_positions_of_a_factory(refused) -> None:
+    message = refused(
+        "model.factory=tests.training.factories:tiny_llama",
+        "model.factory_arguments={vocab_size: 320}",
+        "model.sequence_length=65",
+    )
+    assert "model.sequence_length 65 is above the model's 64 positions" in message
+
+
+def test_a_factory_that_is_not_there(refused) -> None:
+    assert "nearest: tests.training.factories:tiny_llama" in refused("model.factory=tests.training.factories:tiny_lama")
+
+
+def test_a_world_size_that_does_not_divide_the_batch(refused) -> None:
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "5", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    assert "12 = micro_batch 2 x accumulation x 5 ranks" in refused(**environment)
+
+
+def test_half_a_launch_environment(refused) -> None:
+    assert "LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set" in refused(RANK="0", WORLD_SIZE="2")
+
+
+def test_unsupported_combination(refused) -> None:
+    message = refused("zero.stage=0", "precision.dtype=bfloat16")
+    assert "nearest: zero.stage: 1, or precision.accumulation_dtype: bfloat16" in message
+
+
+def test_resume_required_without_a_checkpoint(refused) -> None:
+    assert "holds no committed checkpoint" in refused("run.resume=required")
+
+
+def test_other_ranks_say_nothing(config_file: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert main(["--config", str(config_file), "data.path=nowhere"]) == BAD_INPUT
+    captured = capsys.readouterr()
+    assert captured.err + captured.out == ""
+
+
+def test_a_checkpoint_of_another_model_and_a_used_folder(refused, config_file: Path, capsys, monkeypatch) -> None:
+    """One run, then five ways to misuse its folder; the folder stays as it was."""
+    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(key, raising=False)
+    # Several runs in one process: DeepSpeed keeps the process groups of the first.
+    monkeypatch.setattr("mars_ds.zero.distributed.shut_down", lambda: None)
+    assert main(["--config", str(config_file), "schedule.steps=2"]) == DONE
+    assert "done: 2 steps" in capsys.readouterr().out
+    run = config_file.parent / "runs" / "tiny"
+    before = {p: p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file()}
+    assert "h.0.attn.c_attn.weight is (96, 32) there and (192, 64) here" in refused("model.width=64")
+    assert "has no exp_avg_sq of" in refused("optimizer.kind=mars-adamw", "optimizer.ns_dtype=null")
+    assert "with seed 3, this run has 4" in refused("run.seed=4")
+    assert "already holds a run" in refused("run.resume=never")
+    other = config_file.parent / "other"
+    shutil.copytree(config_file.parent / "runs" / "tiny" / "checkpoints" / "step_00000002", other)
+    (other / "COMPLETE").unlink()
+    assert "no COMPLETE marker" in refused("run.name=new", f"run.init_from={other}")
+    assert {p: p.read_bytes() for p in sorted(run.rglob("*")) if p.is_file()} == before
+    assert main(["--config", str(config_file), "schedule.steps=2"]) == DONE
+    assert "nothing to do" in capsys.readouterr().out

@@ -1,0 +1,102 @@
+"""The literal commands: deepspeed, torchrun, srun's variables, plain python; a failure ends all ranks."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def launch(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+    path = f"{BIN}{os.pathsep}{clean['PATH']}"
+    return subprocess.run(
+        command, cwd=ROOT, env={**clean, "PATH": path, **environment}, capture_output=True, text=True, timeout=180
+    )
+
+
+LAUNCHERS = {
+    "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", "29611"],
+    "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", "29612"],
+    "python": ["python"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_under_each_launcher(launcher: str, config_file: Path) -> None:
+    done = launch([*LAUNCHERS[launcher], "launch/pretrain.py", "--config", str(config_file), "schedule.steps=2"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "done: 2 steps" in done.stdout
+    ranks = 1 if launcher == "python" else 2
+    assert f"over {ranks} ranks" in done.stdout
+    assert done.stdout.count("done: 2 steps") == 1
+    run = config_file.parent / "runs" / "tiny"
+    assert (run / "report.md").is_file()
+    assert (run / "loss.png").is_file()
+    assert len(list((run / "checkpoints" / "step_00000002").glob("rank_*.safetensors"))) == ranks
+    # The printed command is the one that continues this run under this launcher.
+    assert f"{launcher} " in done.stdout.split("continue   ")[1]
+
+
+def test_srun_variables(config_file: Path) -> None:
+    slurm = {
+        "SLURM_PROCID": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "4711",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    done = launch(["python", "launch/pretrain.py", "--config", str(config_file), "schedule.steps=2"], **slurm)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "srun python launch/pretrain.py" in done.stdout
+
+
+def test_a_mistake_ends_the_whole_launch_within_seconds(config_file: Path) -> None:
+    started = time.monotonic()
+    done = launch([*LAUNCHERS["deepspeed"], "launch/pretrain.py", "--config", str(config_file), "data.path=nowhere"])
+    assert done.returncode != 0
+    assert done.stderr.count("error: nowhere") == 1
+    assert time.monotonic() - started < 60
+
+
+def test_the_literal_command_plans_and_names_the_missing_data() -> None:
+    done = launch(["deepspeed", "launch/pretrain.py", "--config", "configs/xl_mars_m.yaml"])
+    if (ROOT / "data" / "fineweb_edu_100b").exists():
+        pytest.skip("this checkout has the data set, so the command would train XL here")
+    assert done.returncode != 0
+    assert "python -m data_pipeline prepare" in done.stderr
+    done = launch(
+        ["python", "launch/pretrain.py", "--config", "configs/xl_mars_m.yaml", "--plan", "--world-size", "64"]
+    )
+    assert done.returncode == 0
+    assert "1,556,840,000 parameters" in done.stdout
+    assert "512 sequences = 8 micro-batch x 1 accumulation x 64 ranks" in done.stdout
+
+
+def test_environment_of_each_launcher() -> None:
+    from mars_ds.zero.distributed import LaunchError, launch_environment
+
+    assert launch_environment({})["WORLD_SIZE"] == "1"
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS": "8",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": "20123",
+        "SLURM_STEP_NODELIST": "node[007-008,12]",
+    }
+    assert launch_environment(slurm) == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "8",
+        "MASTER_ADDR": "node007",
+        "MASTER_PORT": "20123",
+    }
+    with pytest.raises(LaunchError, match="MASTER_ADDR"):
+        launch_environment({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
