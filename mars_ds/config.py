@@ -117,7 +117,7 @@ class ScheduleSection(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate of matrices at the end of the decay."""
     min_lr_1d: NonNegativeFloat | None = None
-    """The same for vectors; default: min_lr * lr_1d / lr."""
+    """The same for parameters under `optimizer.lr_1d`; default: min_lr * lr_1d / lr."""
     decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
     """wsd: share of the steps, at the end, in which the lr falls linearly."""
 
@@ -257,19 +257,21 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """
     tree = read_tree(path, overrides)
     unknown = list(_unknown_keys(tree, tree.values, RunConfig, ""))
-    if unknown:
-        raise ConfigError("\n".join(unknown))
     try:
-        return RunConfig.model_validate(without_nulls(tree.values))
+        config = RunConfig.model_validate(without_nulls(tree.values))
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(tree, item) for item in error.errors())) from None
+        # A misspelt key is not also a missing one.
+        passed_over = {"extra_forbidden", "missing"} if unknown else {"extra_forbidden"}
+        wrong = [_explain(tree, item) for item in error.errors() if item["type"] not in passed_over]
+        raise ConfigError("\n".join([*unknown, *wrong])) from None
+    return config
 
 
 def _unknown_keys(tree: ConfigTree, values: dict[str, Any], model: type[BaseModel], prefix: str) -> Iterable[str]:
     for key, value in values.items():
         if key not in model.model_fields:
+            elsewhere = _sections_with(str(key))
             close = difflib.get_close_matches(str(key), model.model_fields, n=1, cutoff=0.0)
-            elsewhere = _sections_with(str(key)) if not prefix else []
             nearest = elsewhere[0] if elsewhere else prefix + close[0]
             yield f"{tree.origin(prefix + str(key))}: unknown key {prefix}{key}; nearest: {nearest}"
             continue
@@ -279,7 +281,7 @@ def _unknown_keys(tree: ConfigTree, values: dict[str, Any], model: type[BaseMode
 
 
 def _sections_with(key: str) -> list[str]:
-    """Dotted names of sections that have `key`: it was probably written one level too high."""
+    """Dotted names of sections that have `key`: it was probably written in the wrong place."""
     return [
         f"{name}.{key}"
         for name, info in RunConfig.model_fields.items()

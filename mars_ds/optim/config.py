@@ -41,7 +41,8 @@ class OptimizerConfig(BaseModel):
     weight_decay_embedding: NonNegative | None = None
     """Decoupled weight decay of embeddings; default: as the matrix."""
     lr_1d: NonNegative | None = None
-    """Peak learning rate of vectors; keeps its ratio to `lr` under every schedule. Default: as `lr`."""
+    """Peak learning rate of vectors, and of embeddings where a Muon-type kind gives them to AdamW; keeps its
+    ratio to `lr` under every schedule. Default: as `lr` (muon: 3e-3)."""
     betas_1d: tuple[Beta, Beta] | None = None
     """AdamW betas of vectors (and of embeddings where a Muon-type kind gives them to AdamW)."""
     weight_decay_1d: NonNegative | None = None
@@ -121,13 +122,13 @@ class OptimizerConfig(BaseModel):
         """Settings of the param group of `role`: what `Mars` reads at each step.
 
         They live in the group so that they are saved, restored, scheduled and overridden with it. The
-        scheduled `lr` is multiplied by `lr_factor` (1 except for vectors with their own `lr_1d`).
+        scheduled `lr` is multiplied by `lr_factor` (1 except where `lr_1d` serves).
         """
         config, rule = self.resolved(), self.rule(role)
         one_d = rule.one_dimensional
         orthogonal = rule.precondition == "orthogonal"
         corrected = rule.corrected and config.gamma is not None
-        use_1d_betas = one_d or (role == "embedding" and KINDS[self.kind].betas_1d_serve_embeddings)
+        adamw_part = one_d or (role == "embedding" and KINDS[self.kind].adamw_embeddings)
         decay = {
             "matrix": config.weight_decay,
             "embedding": config.weight_decay_embedding,
@@ -138,7 +139,7 @@ class OptimizerConfig(BaseModel):
             "rule": rule.precondition,
             "momentum_form": rule.momentum_form,
             "lr": config.lr,
-            "lr_factor": config.lr_1d / config.lr if one_d and config.lr and config.lr_1d is not None else 1.0,
+            "lr_factor": config.lr_1d / config.lr if adamw_part and config.lr and config.lr_1d is not None else 1.0,
             "weight_decay": decay,
             "gradient_scale": config.gradient_scale,
             "gamma": config.gamma if corrected else None,
@@ -147,10 +148,10 @@ class OptimizerConfig(BaseModel):
             "first_step": config.first_step if corrected else None,
             "last_grad_dtype": config.last_grad_dtype if corrected else None,
         }
-        if config.momentum is not None and not use_1d_betas:
+        if config.momentum is not None and not adamw_part:
             settings["momentum"] = config.momentum
         else:
-            settings["betas"] = config.betas_1d if use_1d_betas else config.betas
+            settings["betas"] = config.betas_1d if adamw_part else config.betas
         if rule.precondition == "adamw":
             settings |= {
                 "eps": config.eps,

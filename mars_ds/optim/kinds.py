@@ -47,13 +47,21 @@ class Rule:
 
 @dataclass(frozen=True)
 class Kind:
-    """One optimizer: a rule for each role, and the keys it reads with their defaults."""
+    """One optimizer: a rule for each role, and the keys it reads with their defaults.
+
+    Attributes:
+        matrix: Rule of matrices.
+        embedding: Rule of embeddings.
+        vector: Rule of vectors.
+        defaults: Keys that the kind reads, with their defaults; None means "as the matrix".
+        adamw_embeddings: Embeddings belong to the AdamW part, so `lr_1d` and `betas_1d` serve them too.
+    """
 
     matrix: Rule
     embedding: Rule
     vector: Rule
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    betas_1d_serve_embeddings: bool = False
+    adamw_embeddings: bool = False
 
     def rule(self, role: Role) -> Rule:
         """Returns the rule of `role`."""
@@ -111,14 +119,14 @@ KINDS: dict[str, Kind] = {
         embedding=_LATE_EPS_ADAMW,
         vector=_LATE_EPS_VECTOR,
         defaults={**_MUON, **_VARIANCE_REDUCED},
-        betas_1d_serve_embeddings=True,
+        adamw_embeddings=True,
     ),
     "moonlight": Kind(
         matrix=Rule("orthogonal", momentum_form="nesterov", scale="rms"),
         embedding=_LATE_EPS_ADAMW,
         vector=_LATE_EPS_VECTOR,
         defaults=_MUON,
-        betas_1d_serve_embeddings=True,
+        adamw_embeddings=True,
     ),
     "muon": Kind(
         matrix=Rule("orthogonal", momentum_form="nesterov", scale="aspect"),
@@ -131,7 +139,7 @@ KINDS: dict[str, Kind] = {
             "weight_decay_1d": 0.1,
             "weight_decay_embedding": 0.1,
         },
-        betas_1d_serve_embeddings=True,
+        adamw_embeddings=True,
     ),
     "adamw": Kind(
         matrix=Rule("adamw"),
