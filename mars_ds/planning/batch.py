@@ -25,7 +25,7 @@ class BatchPlan:
         """The arithmetic, as it is shown."""
         return (
             f"{self.global_batch} sequences = {self.micro_batch} micro-batch x "
-            f"{self.accumulation_steps} accumulation x {self.world_size} ranks"
+            f"{self.accumulation_steps} accumulation x {self.world_size} rank{'s' * (self.world_size > 1)}"
         )
 
 

@@ -69,7 +69,7 @@ def plan_card(
             f"{flops_per_token * tokens:.3g} FLOPs ({flops_per_token:.3g} a token, forward and backward)",
         ),
         ("precision", _precision_line(config)),
-        ("partitioning", f"ZeRO stage {config.zero.stage} over {batch.world_size} ranks"),
+        ("partitioning", f"ZeRO stage {config.zero.stage} over {batch.world_size} rank{'s' * (batch.world_size > 1)}"),
         ("state", _state_line(config, shapes, batch.world_size)),
     ]
     plan = newton_schulz_plan(config, shapes, batch.world_size)

@@ -108,11 +108,12 @@ def _plan_text(config: RunConfig, world_size: int, data: bool = True) -> str:
     from mars_ds.planning.card import plan_card
     from mars_ds.training.data import check_vocabulary, open_split
     from mars_ds.training.engine_config import deepspeed_config
-    from mars_ds.training.model import build_model
+    from mars_ds.training.model import build_model, check_can_compile
     from mars_ds.zero.support import check_supported
 
     batch = plan_batch(config.global_batch, config.batch.micro_batch, world_size)
     check_supported(config.optimizer.resolved(), deepspeed_config(config, batch))
+    check_can_compile(config)
     model = build_model(config, device="meta")
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters() if p.requires_grad}
     windows = None

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,6 +61,18 @@ def gpt2_config(section: ModelSection) -> GPT2Config:
         activation_checkpointing=section.activation_checkpointing,
         loss_chunk_tokens=section.loss_chunk_tokens,
     )
+
+
+def check_can_compile(config: RunConfig) -> None:
+    """Refuses `model.compile` where the compiler that torch would call is missing.
+
+    Raises:
+        ConfigError: With the package to install.
+    """
+    if config.model.compile and not torch.cuda.is_available() and not (shutil.which("g++") or shutil.which("clang++")):
+        raise ConfigError(
+            "model.compile: torch.compile on a CPU needs a C++ compiler (apt-get install g++); nearest: false"
+        )
 
 
 def build_model(config: RunConfig, device: str | None = None) -> TrainableModel:

@@ -89,6 +89,12 @@ def test_unsupported_combination(refused) -> None:
     assert "nearest: zero.stage: 1, or precision.accumulation_dtype: bfloat16" in message
 
 
+def test_compile_without_a_compiler(refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "apt-get install g++" in refused("model.compile=true")
+
+
 def test_resume_required_without_a_checkpoint(refused) -> None:
     assert "holds no committed checkpoint" in refused("run.resume=required")
 

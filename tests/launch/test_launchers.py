@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_run_under_each_launcher(launcher: str, config_file: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "done: 2 steps" in done.stdout
     ranks = 1 if launcher == "python" else 2
-    assert f"over {ranks} ranks" in done.stdout
+    assert f"over {ranks} rank" in done.stdout
     assert done.stdout.count("done: 2 steps") == 1
     run = config_file.parent / "runs" / "tiny"
     assert (run / "report.md").is_file()
@@ -43,18 +44,23 @@ def test_a_run_under_each_launcher(launcher: str, config_file: Path) -> None:
     assert f"{launcher} " in done.stdout.split("continue   ")[1]
 
 
-def test_srun_variables(config_file: Path) -> None:
+def test_two_tasks_of_srun(config_file: Path) -> None:
     slurm = {
-        "SLURM_PROCID": "0",
-        "SLURM_LOCALID": "0",
-        "SLURM_NTASKS": "1",
+        "SLURM_NTASKS": "2",
         "SLURM_STEP_ID": "0",
-        "SLURM_JOB_ID": "4711",
+        "SLURM_JOB_ID": "9613",
         "SLURM_STEP_NODELIST": "localhost",
     }
-    done = launch(["python", "launch/pretrain.py", "--config", str(config_file), "schedule.steps=2"], **slurm)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "srun python launch/pretrain.py" in done.stdout
+    command = ["python", "launch/pretrain.py", "--config", str(config_file), "schedule.steps=2"]
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(launch, command, **slurm, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)) for i in range(2)]
+        first, second = (task.result() for task in tasks)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert second.returncode == 0, second.stdout + second.stderr
+    assert "done: 2 steps" in first.stdout
+    assert "over 2 ranks" in first.stdout
+    assert "srun python launch/pretrain.py" in first.stdout
+    assert "done" not in second.stdout
 
 
 def test_a_mistake_ends_the_whole_launch_within_seconds(config_file: Path) -> None:

@@ -10,7 +10,8 @@ from mars_ds.planning.batch import plan_batch
 def test_accumulation_follows(world_size: int) -> None:
     plan = plan_batch(512, 8, world_size)
     assert plan.accumulation_steps == 64 // world_size
-    assert plan.equation() == f"512 sequences = 8 micro-batch x {64 // world_size} accumulation x {world_size} ranks"
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    assert plan.equation() == f"512 sequences = 8 micro-batch x {64 // world_size} accumulation x {ranks}"
 
 
 def test_a_batch_that_does_not_divide_teaches() -> None:

@@ -129,6 +129,11 @@ def test_resume_at_another_stage_micro_batch_and_world_size(two_ranks: Path, oth
     assert got == pytest.approx(want, rel=2e-5)
     assert end(two_ranks / other)["window_hash"] == end(two_ranks / "twice")["window_hash"]
     assert end(two_ranks / other)["position"] == 144
+    norms = [
+        [r["grad_norm"] for r in read_jsonl(two_ranks / run / "log.jsonl") if r["kind"] == "train"]
+        for run in ("twice", other)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
 
 
 def test_evaluation_disturbs_nothing_and_counts_every_window_once(two_ranks: Path) -> None:

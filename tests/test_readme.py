@@ -1,0 +1,31 @@
+"""README stays true: its tree names every file, its commands name files that exist."""
+
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [Path(line) for line in listed.stdout.split()]
+
+
+def test_the_tree_names_every_file_once() -> None:
+    tree = README.split("## The tree")[1].split("```")[1]
+    named: set[str] = set()
+    folder = ""
+    for line in tree.strip().splitlines():
+        if not line.startswith(" "):
+            folder = line.split("  ")[0].rstrip("/")
+        else:
+            named.add(f"{folder}/{line.split()[0]}")
+    files = {str(path) for path in tracked("mars_ds/*.py", "data_pipeline/*.py", "launch/*") if path.stem[:2] != "__"}
+    assert named == files
+
+
+def test_commands_name_files_that_exist() -> None:
+    for script in set(re.findall(r"(?:launch|tests|configs)/[\w/.-]+\.(?:py|sh|yaml)", README)):
+        assert (ROOT / script).is_file(), script
