@@ -143,8 +143,12 @@ class PrecisionSection(Section):
 class ZeroSection(Section):
     """How DeepSpeed partitions."""
 
-    stage: Literal[0, 1, 2] = 1
-    """0: replicated. 1: optimizer state. 2: and gradients."""
+    stage: Literal[0, 1, 2, 3] = 1
+    """0: replicated. 1: optimizer state. 2: and gradients. 3: and weights."""
+    offload: Literal["none", "optimizer", "optimizer_and_parameters"] = "none"
+    """What lives in host memory: masters and optimizer state, or weights too (stage 3)."""
+    sub_group_elements: PositiveInt = 1_000_000_000
+    """Stage 3: elements that one call of the optimizer updates."""
     reduce_bucket_elements: PositiveInt = 200_000_000
     """Elements of one reduction."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,8 +31,9 @@ def held_slices(engine: Any) -> Iterator[tuple[str, str, int, Tensor]]:
         for fragment in local.shard.fragments:
             for buffer, flat in buffers.items():
                 yield buffer, fragment.name, fragment.start, fragment.view(flat)
+    module_tensors = _module_tensors(engine)
     if rank == 0:
-        for name, value in _module_tensors(engine):
+        for name, value in module_tensors:
             yield MODULE, name, 0, value
     yield RNG, f"cpu_rank_{rank}", 0, torch.get_rng_state()
     if torch.cuda.is_available():
@@ -90,10 +92,18 @@ def restore(engine: Any, reader: CheckpointReader, *, weights_only: bool = False
                 fragment.view(flat).copy_(reader.read(fragment.name, buffer, fragment.start, fragment.numel))
         if not weights_only:
             state["step"] = _common_step(reader, local.shard.fragments, state["step"])
-    with torch.no_grad():
-        for name, value in _module_tensors(engine):
-            value.copy_(reader.read(name, MODULE, 0, value.numel()).view_as(value))
+    _restore_module_tensors(engine, reader)
     refresh_weights(engine)
+
+
+@torch.no_grad()
+def _restore_module_tensors(engine: Any, reader: CheckpointReader) -> None:
+    optimized = set(_shapes(engine))
+    for name, value in (*engine.module.named_parameters(), *engine.module.named_buffers()):
+        if name not in optimized and reader.has(name, MODULE):
+            with deepspeed.zero.GatheredParameters([value], modifier_rank=0, enabled=hasattr(value, "ds_id")):
+                if value.numel():
+                    value.copy_(reader.read(name, MODULE, 0, value.numel()).view_as(value))
 
 
 def restore_rng(reader: CheckpointReader) -> bool:
@@ -134,6 +144,12 @@ def refresh_weights(engine: Any) -> None:
     wrapper = engine.optimizer
     if hasattr(wrapper, "update_lp_params"):
         wrapper.update_lp_params()
+    elif hasattr(wrapper, "fp32_partitioned_groups_flat"):
+        wrapper._partition_all_parameters()
+        for index in range(len(wrapper.fp32_partitioned_groups_flat)):
+            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+        if wrapper.persistent_parameters:
+            wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
     elif hasattr(wrapper, "fp32_groups"):
         for masters, params in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
             for master, p in zip(masters, params, strict=True):
@@ -155,11 +171,17 @@ def _shapes(engine: Any) -> dict[str, list[int]]:
     }
 
 
-def _module_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
-    """Persistent buffers and frozen parameters: what the optimizer does not own but the model needs."""
+def _module_tensors(engine: Any) -> list[tuple[str, Tensor]]:
+    """Persistent buffers and frozen parameters: what the optimizer does not own but the model needs.
+
+    All ranks call it: under stage 3 a frozen parameter is put together for the call.
+    """
     module: nn.Module = engine.module
     optimized = set(_shapes(engine))
     keys = set(module.state_dict(keep_vars=True))
+    found = []
     for name, value in (*module.named_parameters(), *module.named_buffers()):
-        if name in keys and name not in optimized and value.numel():
-            yield name, value.detach()
+        if name in keys and name not in optimized:
+            with deepspeed.zero.GatheredParameters([value], enabled=hasattr(value, "ds_id")):
+                found.append((name, value.detach() if not hasattr(value, "ds_id") else value.detach().clone()))
+    return found

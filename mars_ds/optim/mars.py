@@ -13,7 +13,8 @@ so nothing here assumes one call per optimizer step, and every counter lives bes
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,11 +25,34 @@ from mars_ds.optim.correction import clip_scales, corrected_gradient, scale_frag
 from mars_ds.optim.kinds import ROLES
 from mars_ds.optim.orthogonal import orthogonalize, wire_dtype
 from mars_ds.optim.routing import check_routes, matrix_shape, role_of
-from mars_ds.optim.sharding import Sharding, WholeTensors
+from mars_ds.optim.sharding import Fragment, Sharding, WholeTensors
 from mars_ds.optim.sign import lion_direction, sign_direction
 from mars_ds.optim.state import compute_dtype, is_folded, required_buffers
 
 Group = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Part of an update before the learning rate: `scale * values` at `fragment` of `tensor`, or all of it."""
+
+    tensor: Tensor
+    fragment: Fragment | None
+    values: Tensor
+    scale: float = 1.0
+
+
+class Observer(Protocol):
+    """Watches steps from inside (the start-up proof); every method is called on every rank alike."""
+
+    def begin(self, group: Group, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Before anything changes; `gradients` are scaled and clipped globally, flat."""
+
+    def corrected(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """The corrected gradients before the per-tensor clip."""
+
+    def finish(self, group: Group, directions: Sequence[Direction]) -> None:
+        """The directions, before they are applied."""
 
 
 class Mars(torch.optim.Optimizer):
@@ -50,7 +74,8 @@ class Mars(torch.optim.Optimizer):
         super().__init__(groups, {})
         self.config = config
         self.suspended = False
-        self._capturing = False
+        self.capturing = False
+        self.observer: Observer | None = None
         names = {t: n for g in self.param_groups for t, n in zip(g["params"], g["names"], strict=True)}
         self._sharding: Sharding = WholeTensors(names)
 
@@ -79,11 +104,13 @@ class Mars(torch.optim.Optimizer):
         if not any(group["exact"] for group in self.param_groups):
             raise RuntimeError("capture_next_grad needs optimizer.mode: exact, which no param group has")
         for group in self.param_groups:
-            if group["exact"] and group["gamma"]:
-                self.init_state(group["params"], group)
-                for tensor in group["params"]:
-                    self.state[tensor]["next_grad"].copy_(self._gradient(tensor, group))
-                    self.state[tensor]["captured"] = True
+            self._capture_group(group)
+
+    def drop_capture(self) -> None:
+        """Exact mode: the gradient of the next batch is not finite; its step will use c = g instead."""
+        for state in self.state.values():
+            if "next_grad" in state:
+                state["captured"], state["dropped"] = True, True
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,10 +124,13 @@ class Mars(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         # DeepSpeed's stage-0 bf16 wrapper calls step() while it initializes; that must change nothing.
-        if not self.suspended:
-            for group in self.param_groups:
-                if group["params"]:
-                    self._step_group(group)
+        if self.suspended:
+            return loss
+        for group in self.param_groups:
+            if group["params"] and self.capturing:
+                self._capture_group(group)
+            elif group["params"]:
+                self._step_group(group)
         return loss
 
     def _gradient(self, tensor: Tensor, group: Group) -> Tensor:
@@ -111,18 +141,36 @@ class Mars(torch.optim.Optimizer):
         gradient = tensor.grad.reshape(-1).to(dtype)
         return gradient if group["gradient_scale"] == 1.0 else gradient * group["gradient_scale"]
 
+    def _capture_group(self, group: Group) -> None:
+        if not (group["exact"] and group["gamma"]):
+            return
+        self.init_state(group["params"], group)
+        for tensor in group["params"]:
+            state = self.state[tensor]
+            if state.get("captured"):
+                # The step between the two captures was skipped: its batch is gone, and what was captured for the
+                # coming one becomes its last gradient.
+                self._take_captured(state)
+            state["next_grad"].copy_(self._gradient(tensor, group))
+            state["captured"] = True
+
     def _step_group(self, group: Group) -> None:
         tensors: list[Tensor] = group["params"]
         self.init_state(tensors, group)
         gradients = [self._gradient(tensor, group) for tensor in tensors]
+        if self.observer:
+            self.observer.begin(group, tensors, gradients)
         for tensor in tensors:
             self.state[tensor]["step"] += 1
         corrected = self._correct(tensors, gradients, group)
         momenta = self._update_momentum(tensors, corrected, group)
         if group["rule"] == "orthogonal":
-            self._apply_orthogonal(tensors, momenta, group)
+            directions = self._orthogonal_directions(tensors, momenta, group)
         else:
-            self._apply_elementwise(tensors, momenta, corrected, group)
+            directions = self._elementwise_directions(tensors, momenta, corrected, group)
+        if self.observer:
+            self.observer.finish(group, directions)
+        self._apply(tensors, directions, group)
 
     def _correct(self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group) -> list[Tensor]:
         """Variance-reduced, clipped gradients; also moves `last_grad` forward."""
@@ -134,10 +182,12 @@ class Mars(torch.optim.Optimizer):
             corrected = []
             for tensor, gradient in zip(tensors, gradients, strict=True):
                 state = self.state[tensor]
-                if state["step"] == 1 and group["first_step"] == "paper":
+                if state.pop("restart", False) or (state["step"] == 1 and group["first_step"] == "paper"):
                     state["last_grad"].copy_(gradient)
                 corrected.append(corrected_gradient(gradient, state["last_grad"], factor))
                 self._advance_last_grad(tensor, gradient, group)
+        if self.observer:
+            self.observer.corrected(tensors, corrected)
         if group["clip_threshold"] is not None:
             index = _index(group)
             parts = [(c, self._sharding.fragments(t)) for t, c in zip(tensors, corrected, strict=True)]
@@ -155,9 +205,18 @@ class Mars(torch.optim.Optimizer):
             # A copy: engines zero, reuse and free gradient buffers.
             state["last_grad"].copy_(gradient)
             return
-        if not state.pop("captured", False):
+        if not state.get("captured"):
             raise RuntimeError("exact mode: call capture_next_grad() with the next batch's gradient before step()")
-        state["last_grad"], state["next_grad"] = state["next_grad"], state["last_grad"]
+        self._take_captured(state)
+
+    @staticmethod
+    def _take_captured(state: dict[str, Any]) -> None:
+        """Exact mode: the gradient captured for the coming batch becomes its `last_grad`."""
+        state["captured"] = False
+        if state.pop("dropped", False):
+            state["restart"] = True
+        else:
+            state["last_grad"], state["next_grad"] = state["next_grad"], state["last_grad"]
 
     def _update_momentum(self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group) -> list[Tensor]:
         """What the preconditioner reads, per flat tensor; `exp_avg` itself where nothing is added."""
@@ -182,16 +241,16 @@ class Mars(torch.optim.Optimizer):
                 momenta.append(exp_avg)
         return momenta
 
-    def _apply_elementwise(
+    def _elementwise_directions(
         self, tensors: Sequence[Tensor], momenta: list[Tensor], gradients: list[Tensor], group: Group
-    ) -> None:
-        lr = group["lr"] * group["lr_factor"]
+    ) -> list[Direction]:
+        directions = []
         for tensor, momentum, gradient in zip(tensors, momenta, gradients, strict=True):
             state = self.state[tensor]
             if group["rule"] == "adamw":
                 beta2 = group["betas"][1]
                 state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
-                direction = adamw_direction(
+                values = adamw_direction(
                     momentum,
                     state["exp_avg_sq"],
                     state.get("max_exp_avg_sq"),
@@ -201,12 +260,11 @@ class Mars(torch.optim.Optimizer):
                     eps_placement=group["eps_placement"],
                 )
             else:
-                direction = momentum if group["momentum_form"] == "lion" else sign_direction(momentum)
-            tensor.mul_(1.0 - lr * group["weight_decay"])
-            tensor.add_(direction.view_as(tensor), alpha=-lr)
+                values = momentum if group["momentum_form"] == "lion" else sign_direction(momentum)
+            directions.append(Direction(tensor, None, values))
+        return directions
 
-    def _apply_orthogonal(self, tensors: Sequence[Tensor], momenta: list[Tensor], group: Group) -> None:
-        lr = group["lr"] * group["lr_factor"]
+    def _orthogonal_directions(self, tensors: Sequence[Tensor], momenta: list[Tensor], group: Group) -> list[Direction]:
         debias = 1.0 / (1.0 - _beta1(group)) if group["debias_momentum"] else 1.0
         dtype = wire_dtype(group)
         located = [
@@ -218,12 +276,20 @@ class Mars(torch.optim.Optimizer):
         pieces = {f.name: (piece if debias == 1.0 else piece * debias).to(dtype) for _, f, piece in located}
         owned = self._sharding.gather_matrices(tensors, pieces)
         updates = self._sharding.scatter_updates(tensors, orthogonalize(owned, group, norms))
+        return [
+            Direction(tensor, f, updates[f.name], update_scale(group["scale"], *matrix_shape(f.shape)))
+            for tensor, f, _ in located
+        ]
+
+    def _apply(self, tensors: Sequence[Tensor], directions: Sequence[Direction], group: Group) -> None:
+        lr = group["lr"] * group["lr_factor"]
         for tensor in tensors:
             tensor.mul_(1.0 - lr * group["weight_decay"])
-        for tensor, fragment, _ in located:
-            scale = update_scale(group["scale"], *matrix_shape(fragment.shape))
+        for part in directions:
             # view(-1): DeepSpeed's shards are flat, one-device parameters keep their shape.
-            fragment.view(tensor.view(-1)).add_(updates[fragment.name], alpha=-lr * scale)
+            flat = part.tensor.view(-1)
+            target = flat if part.fragment is None else part.fragment.view(flat)
+            target.add_(part.values, alpha=-lr * part.scale)
 
     def _momentum_norms(
         self, tensors: Sequence[Tensor], momenta: list[Tensor], group: Group, debias: float

@@ -46,14 +46,25 @@ class WindowLoader:
 
         Consuming the last one moves `position` on by the global batch.
         """
-        micro, world_size = self.batch.micro_batch, self.batch.world_size
-        for index in range(self.batch.accumulation_steps):
-            first = self.position + (index * world_size + self.rank) * micro
-            tokens = self.windows.read(self.order.windows(first, micro))
+        for first, tokens in self._micro_batches(self.position):
             for offset, window in enumerate(tokens):
                 self._consumed.add(first + offset, window)
-            yield torch.from_numpy(tokens).to(self.device, non_blocking=True)
+            yield self._on_device(tokens)
         self.position += self.batch.global_batch
+
+    def peek_step(self, ahead: int) -> Iterator[Tensor]:
+        """The same for the step that comes `ahead` steps after the next; nothing is consumed."""
+        for _, tokens in self._micro_batches(self.position + ahead * self.batch.global_batch):
+            yield self._on_device(tokens)
+
+    def _micro_batches(self, position: int) -> Iterator[tuple[int, np.ndarray]]:
+        micro, world_size = self.batch.micro_batch, self.batch.world_size
+        for index in range(self.batch.accumulation_steps):
+            first = position + (index * world_size + self.rank) * micro
+            yield first, self.windows.read(self.order.windows(first, micro))
+
+    def _on_device(self, tokens: np.ndarray) -> Tensor:
+        return torch.from_numpy(tokens).to(self.device, non_blocking=True)
 
     def epoch(self) -> float:
         """Passes over the training windows so far."""

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 from mars_ds.config import RunConfig
 from mars_ds.planning.batch import BatchPlan
 
@@ -30,6 +32,13 @@ def deepspeed_config(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
             "round_robin_gradients": False,
         },
     }
+    if zero.stage == 3:
+        generated["zero_optimization"]["sub_group_size"] = zero.sub_group_elements
+    if zero.offload != "none":
+        pinned = torch.cuda.is_available()
+        generated["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": pinned}
+        if zero.offload == "optimizer_and_parameters":
+            generated["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     if precision.dtype == "bfloat16":
         generated["bf16"] = {"enabled": True}
     generated["data_types"] = {"grad_accum_dtype": names[precision.accumulation_dtype]}

@@ -1,6 +1,7 @@
 """From the command line to a finished run: what `launch/pretrain.py` calls.
 
-Exit codes: 0 done, 2 bad input (one message on rank 0, no traceback), 130 interrupted.
+Exit codes: 0 done, 2 bad input, 3 the optimizer that runs is not the one configured (one message on rank 0, no
+traceback), 130 interrupted.
 """
 
 import argparse
@@ -15,7 +16,7 @@ from mars_ds.config import RunConfig, load_config
 from mars_ds.errors import ConfigError
 from mars_ds.planning.batch import plan_batch
 
-DONE, BAD_INPUT, INTERRUPTED = 0, 2, 130
+DONE, BAD_INPUT, NOT_PROVEN, INTERRUPTED = 0, 2, 3, 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parser().parse_intermixed_args(arguments)
     from mars_ds.zero.distributed import LaunchError, shut_down
+    from mars_ds.zero.layout import LayoutError
+    from mars_ds.zero.proof import ProofError
     from mars_ds.zero.support import UnsupportedError
 
     _quiet()
@@ -62,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if _rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return BAD_INPUT
+    except (LayoutError, ProofError) as error:
+        if _rank() == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return NOT_PROVEN
     except KeyboardInterrupt:
         if _rank() == 0:
             print(f"interrupted; continue with: {_command(options)}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from mars_ds.errors import ConfigError
 
 LOG_NAME = "log.jsonl"
 CONFIG_NAME = "config.yaml"
+CARD_NAME = "optimizer_card.txt"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The training loop, on one screen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ from mars_ds.training.engine_config import deepspeed_config
 from mars_ds.training.evaluation import Evaluation, Evaluator
 from mars_ds.training.model import TrainableModel, build_model
 from mars_ds.training.progress import Progress, is_log_step
-from mars_ds.training.run_folder import CONFIG_NAME, RunFolder
+from mars_ds.training.run_folder import CARD_NAME, CONFIG_NAME, RunFolder
 from mars_ds.training.schedule import Schedule, set_learning_rates
+from mars_ds.zero.card import optimizer_card
+from mars_ds.zero.lookahead import lookahead
 
 # DeepSpeed skips a step with a non-finite gradient without a word in bf16; so many in a row is divergence.
 MAX_SKIPPED_IN_A_ROW = 20
@@ -67,15 +69,17 @@ class Trainer:
         self.engine = mars_ds.initialize(self.model.module, config.optimizer, deepspeed_config(config, batch))
         if config.model.compile:
             self.engine.compile()
+        self.exact = any(group["exact"] for group in self.engine.mars.param_groups)
+        self._proof_is_open = True
+        self.card = optimizer_card(self.engine.mars, self.engine.mars_sharding)
         self.step = 0
         self.skipped_steps = 0
         self._skipped_in_a_row = 0
-        # Ranks draw different dropout masks; the weights are drawn and the same everywhere already.
-        torch.manual_seed(config.run.seed * 1_000_003 + self.rank)
         self._load()
 
     def train(self) -> Outcome:
         """Runs the remaining steps, with evaluations and checkpoints; writes the end of the log."""
+        self.print(self.card)
         progress = self._start_progress()
         total = self.config.schedule.steps
         result = self._evaluate(progress) if self.step == 0 else None
@@ -101,16 +105,38 @@ class Trainer:
             Mean loss of this rank's micro-batches, on the device, and the lr.
         """
         lr = set_learning_rates(self.engine.mars, self.schedule, self.config.schedule, self.config.optimizer, self.step)
+        if self.exact:
+            with lookahead(self.engine):
+                self._run_window(self.loader.peek_step(1), self.step + 1)
+        loss = self._run_window(self.loader.next_step(), self.step)
+        self.step += 1
+        if self._proof_is_open:
+            self._show_proof()
+        return loss, lr
+
+    def _run_window(self, micro_batches: Iterable[torch.Tensor], batch_index: int) -> torch.Tensor:
+        """Forward, backward and engine step of one accumulation window; returns its mean loss."""
+        # Dropout masks belong to the batch: exact mode evaluates each batch twice.
+        torch.manual_seed((self.config.run.seed * 1_000_003 + batch_index) * 65_537 + self.rank)
         total = torch.zeros((), device=self.device)
-        for windows in self.loader.next_step():
+        for windows in micro_batches:
             inputs, labels = self.model.inputs(windows)
             loss = self.engine(input_ids=inputs, labels=labels).loss
             self.engine.backward(loss)
             total += loss.detach().float()
             self._measure_norm()
             self.engine.step()
-        self.step += 1
-        return total / self.batch.accumulation_steps, lr
+        return total / self.batch.accumulation_steps
+
+    def _show_proof(self) -> None:
+        """Writes the optimizer card and what the start-up proof has shown so far into the run folder."""
+        proof = self.engine.mars_proof
+        if self.rank == 0:
+            text = "\n".join([self.card, *proof.lines]) + "\n"
+            (self.folder.path / CARD_NAME).write_text(text, encoding="utf-8")
+        if proof.done:
+            self._proof_is_open = False
+            self.print("\n".join(["start-up proof passed:", *(f"  {line}" for line in proof.lines)]))
 
     def _measure_norm(self) -> None:
         """Stage 0 in fp32 clips with torch and keeps no norm: take it before the clip."""

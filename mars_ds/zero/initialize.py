@@ -11,6 +11,7 @@ from torch import nn
 
 from mars_ds.optim import Mars, OptimizerConfig, build_optimizer
 from mars_ds.zero.binding import EngineSharding, bind
+from mars_ds.zero.proof import StartupProof
 from mars_ds.zero.support import check_supported
 
 # DeepSpeed chooses these by itself when they are missing, and has changed its choice between releases.
@@ -35,7 +36,8 @@ def initialize(
 
     Returns:
         The engine: `loss = engine(...)`, `engine.backward(loss)`, `engine.step()`. `engine.mars` is the
-        optimizer, `engine.mars_sharding` its layout and plans.
+        optimizer, `engine.mars_sharding` its layout and plans, `engine.mars_proof` the proof that runs in
+        the first two steps and raises `ProofError` on every rank when it fails.
 
     Raises:
         UnsupportedError: A combination that does not run, with the nearest that does.
@@ -61,6 +63,7 @@ def initialize(
     device = torch.device(get_accelerator().current_device_name())
     engine.mars_sharding = bind(engine, optimizer, names, device)
     engine.mars = optimizer
+    engine.mars_proof = StartupProof(optimizer, engine.mars_sharding)
     return engine
 
 

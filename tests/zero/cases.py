@@ -49,24 +49,35 @@ class Wrapper:
     stage: int
     dtype: str
     accumulation: str
+    offload_optimizer: str = "none"
+    offload_parameters: str = "none"
 
     @property
     def id(self) -> str:
-        return f"stage{self.stage}-{self.dtype}-acc_{self.accumulation}"
+        offload = {("none", "none"): "", ("cpu", "none"): "-offload", ("cpu", "cpu"): "-offload_all"}
+        suffix = offload[self.offload_optimizer, self.offload_parameters]
+        return f"stage{self.stage}-{self.dtype}-acc_{self.accumulation}{suffix}"
 
     def config(self, world_size: int, accumulation_steps: int = 1) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": self.stage, "overlap_comm": False, "reduce_bucket_size": 10**6}
+        if self.stage == 3:
+            # Several sub-groups, and some parameters that stay gathered.
+            zero |= {"sub_group_size": 1500, "stage3_param_persistence_threshold": 20}
+        if self.offload_optimizer != "none":
+            zero["offload_optimizer"] = {"device": self.offload_optimizer, "pin_memory": False}
+        if self.offload_parameters != "none":
+            zero["offload_param"] = {"device": self.offload_parameters, "pin_memory": False}
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": GLOBAL_BATCH // world_size // accumulation_steps,
             "gradient_accumulation_steps": accumulation_steps,
             "gradient_clipping": 1.0,
             "steps_per_print": 10**9,
-            "zero_optimization": {"stage": self.stage, "overlap_comm": False, "reduce_bucket_size": 10**6},
+            "zero_optimization": zero,
+            "data_types": {"grad_accum_dtype": self.accumulation},
+            "communication_data_type": self.accumulation,
         }
         if self.dtype == "bf16":
             config["bf16"] = {"enabled": True}
-        if self.stage:
-            config["data_types"] = {"grad_accum_dtype": self.accumulation}
-            config["communication_data_type"] = self.accumulation
         return config
 
 
@@ -79,26 +90,47 @@ WRAPPERS = [
     Wrapper(2, "fp32", "fp32"),
     Wrapper(2, "bf16", "bf16"),
     Wrapper(2, "bf16", "fp32"),
+    Wrapper(3, "fp32", "fp32"),
+    Wrapper(3, "bf16", "fp32"),
 ]
 LR = {"mars-lion": 1e-3, "adamw": 1e-2, "mars-adamw": 1e-2, "lion": 1e-3}
 KINDS = ("mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "moonlight", "adamw", "muon", "lion")
 
 
-def optimizer_config(kind: str, ns_dtype: str = "float32") -> OptimizerConfig:
+def optimizer_config(kind: str, ns_dtype: str = "float32", mode: str | None = None) -> OptimizerConfig:
     matrix = {"ns_dtype": ns_dtype} if kind in ("mars-shampoo", "mars-m", "moonlight", "muon") else {}
-    return OptimizerConfig(kind=kind, lr=LR.get(kind, 1e-2), weight_decay=0.05, **matrix)
+    return OptimizerConfig(kind=kind, lr=LR.get(kind, 1e-2), weight_decay=0.05, mode=mode, **matrix)
 
 
-def single_device(kind: str, ns_dtype: str = "float32") -> dict[str, Tensor]:
-    """Ten fp32 steps of the global batch in one process, with torch's own clip."""
-    model = Toy()
-    optimizer = build_optimizer(model.named_parameters(), optimizer_config(kind, ns_dtype))
-    for step in range(STEPS):
+def single_device(
+    kind: str, ns_dtype: str = "float32", mode: str | None = None, steps: int = STEPS, dtype: str = "fp32"
+) -> dict[str, Tensor]:
+    """Steps of the global batch in one process, with torch's own clip and fp32 masters.
+
+    In bf16 the weights of the forward pass, its activations and gradients are bf16, as under DeepSpeed.
+    """
+    half = torch.bfloat16 if dtype == "bf16" else torch.float32
+    model = Toy().to(half)
+    masters = {name: nn.Parameter(p.detach().float()) for name, p in model.named_parameters()}
+    optimizer = build_optimizer(masters.items(), optimizer_config(kind, ns_dtype, mode))
+
+    def clipped_gradient(step: int) -> None:
+        model.zero_grad()
         model(*batch(step)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for name, p in model.named_parameters():
+            masters[name].grad = p.grad.float()
+        torch.nn.utils.clip_grad_norm_(masters.values(), 1.0)
+
+    for step in range(steps):
+        if mode == "exact":
+            clipped_gradient(step + 1)
+            optimizer.capture_next_grad()
+        clipped_gradient(step)
         optimizer.step()
-        optimizer.zero_grad()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(masters[name])
+    return {name: p.detach().clone() for name, p in masters.items()}
 
 
 def injected_gradients(step: int) -> dict[str, Tensor]:
@@ -142,21 +174,40 @@ def gather_masters(engine: Any) -> dict[str, Tensor]:
     return {name: flat.view(shapes[name]) for name, flat in whole.items()}
 
 
-def through_engine(
-    rank: int, world_size: int, wrapper: Wrapper, kind: str, ns_dtype: str, accumulation_steps: int = 1
-) -> dict[str, Tensor]:
-    """Ten steps of the global batch, each rank on its slice."""
-    import mars_ds
-
-    engine = mars_ds.initialize(Toy(), optimizer_config(kind, ns_dtype), wrapper.config(world_size, accumulation_steps))
+def run_window(engine: Any, rank: int, world_size: int, step: int, accumulation_steps: int = 1) -> None:
+    """This rank's slice of one global batch, through forward, backward and engine step."""
     micro = GLOBAL_BATCH // world_size // accumulation_steps
-    for step in range(STEPS):
-        ids, labels = batch(step)
-        for i in range(accumulation_steps):
-            at = (rank * accumulation_steps + i) * micro
-            loss = engine(ids[at : at + micro], labels[at : at + micro])
-            engine.backward(loss)
-            engine.step()
+    ids, labels = batch(step)
+    for i in range(accumulation_steps):
+        at = (rank * accumulation_steps + i) * micro
+        loss = engine(ids[at : at + micro], labels[at : at + micro])
+        engine.backward(loss)
+        engine.step()
+
+
+def through_engine(
+    rank: int,
+    world_size: int,
+    wrapper: Wrapper,
+    kind: str,
+    ns_dtype: str = "float32",
+    accumulation_steps: int = 1,
+    mode: str | None = None,
+    steps: int = STEPS,
+) -> dict[str, Tensor]:
+    """Steps of the global batch, each rank on its slice."""
+    import mars_ds
+    from mars_ds.zero.lookahead import lookahead
+
+    engine = mars_ds.initialize(
+        Toy(), optimizer_config(kind, ns_dtype, mode), wrapper.config(world_size, accumulation_steps)
+    )
+    for step in range(steps):
+        if mode == "exact":
+            with lookahead(engine):
+                run_window(engine, rank, world_size, step + 1, accumulation_steps)
+        run_window(engine, rank, world_size, step, accumulation_steps)
+    assert engine.mars_proof.done or steps < 2
     return gather_masters(engine)
 
 
@@ -176,18 +227,23 @@ def with_injection(rank: int, world_size: int, wrapper: Wrapper, kind: str) -> d
     return gather_masters(engine)
 
 
-def all_cases(rank: int, world_size: int) -> dict[tuple, dict[str, Tensor]]:
-    """Every case on this world size; rank 0's view (all ranks see the same masters)."""
+def join_quietly() -> None:
+    """DeepSpeed in this process group, without its log."""
     import logging
 
     from mars_ds.zero.distributed import join
 
     logging.disable(logging.WARNING)
     join()
+
+
+def all_cases(rank: int, world_size: int) -> dict[tuple, dict[str, Tensor]]:
+    """Every case on this world size; rank 0's view (all ranks see the same masters)."""
+    join_quietly()
     results: dict[tuple, dict[str, Tensor]] = {}
     for wrapper in WRAPPERS:
         for kind in KINDS:
-            if wrapper.dtype == "fp32":
+            if wrapper.dtype == "fp32" and wrapper.stage < 3:
                 results["inject", wrapper, kind] = with_injection(rank, world_size, wrapper, kind)
             results["engine", wrapper, kind, "float32"] = through_engine(rank, world_size, wrapper, kind, "float32")
         if wrapper.dtype == "fp32":

@@ -14,6 +14,7 @@ from tests.zero import cases
 
 WORLDS = (1, 2, 3, 4)
 FP32 = [w for w in cases.WRAPPERS if w.dtype == "fp32"]
+INJECTED = [w for w in FP32 if w.stage < 3]
 BF16 = [w for w in cases.WRAPPERS if w.dtype == "bf16"]
 ELEMENTWISE = ("adamw", "lion", "mars-lion")
 
@@ -24,8 +25,8 @@ def results(world_size: int) -> dict[tuple, dict[str, Tensor]]:
 
 
 @cache
-def one_process(kind: str, ns_dtype: str) -> dict[str, Tensor]:
-    return cases.single_device(kind, ns_dtype)
+def one_process(kind: str, ns_dtype: str, dtype: str = "fp32") -> dict[str, Tensor]:
+    return cases.single_device(kind, ns_dtype, dtype=dtype)
 
 
 @cache
@@ -42,7 +43,7 @@ def distance(got: Tensor, want: Tensor, scale: Tensor) -> float:
 
 
 @pytest.mark.parametrize("kind", cases.KINDS)
-@pytest.mark.parametrize("wrapper", FP32, ids=lambda w: w.id)
+@pytest.mark.parametrize("wrapper", INJECTED, ids=lambda w: w.id)
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_identical_reduced_gradients(world_size: int, wrapper: cases.Wrapper, kind: str) -> None:
     """Bitwise for rules without a norm; the rest differ by the order of fp64 sums and GEMM rows."""
@@ -80,12 +81,12 @@ def test_ten_steps_with_bf16_newton_schulz(world_size: int, wrapper: cases.Wrapp
 @pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("wrapper", BF16, ids=lambda w: w.id)
 @pytest.mark.parametrize("world_size", WORLDS)
-def test_ten_steps_in_bf16_stay_near_fp32(world_size: int, wrapper: cases.Wrapper, kind: str) -> None:
-    """bf16 weights and gradients round at 2^-9: the path differs by a few percent, not in its rule."""
-    got, want = results(world_size)["engine", wrapper, kind, "float32"], one_process(kind, "float32")
+def test_ten_steps_in_bf16(world_size: int, wrapper: cases.Wrapper, kind: str) -> None:
+    """bf16 gradients of parts of a batch round at 2^-9: the path differs by a few percent, not in its rule."""
+    got, want = results(world_size)["engine", wrapper, kind, "float32"], one_process(kind, "float32", "bf16")
     start = initial()
     # A sign flips on a gradient near zero, so sign rules are the farthest; unrelated signs would be at 1.4.
-    limit = 0.5 if kind in ("mars-lion", "lion") else 0.1
+    limit = 0.4 if kind in ("mars-lion", "lion") else 0.1
     for name, value in want.items():
         assert distance(got[name], value, value - start[name]) <= limit, name
 
@@ -117,12 +118,7 @@ def test_the_cases_can_tell_rules_apart() -> None:
 
 
 def accumulate(rank: int, world_size: int) -> list[dict[str, Tensor]]:
-    import logging
-
-    from mars_ds.zero.distributed import join
-
-    logging.disable(logging.WARNING)
-    join()
+    cases.join_quietly()
     wrappers = [w for w in cases.WRAPPERS if w.dtype == "fp32"]
     return [cases.through_engine(rank, world_size, w, "mars-m", "float32", 3) for w in wrappers]
 
