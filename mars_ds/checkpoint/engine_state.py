@@ -14,6 +14,11 @@ from mars_ds.errors import CheckpointError
 from mars_ds.optim.state import BUFFERS
 from mars_ds.zero.initialize import optimizer_of, sharding_of
 
+# What a user may change in a param group while a run goes on; the rest follows from the optimizer's kind.
+HYPER_PARAMETERS = {
+    "lr", "lr_factor", "betas", "momentum", "eps", "weight_decay", "gamma", "clip_threshold", "gradient_scale"
+}  # fmt: skip
+
 
 def held_slices(engine: Any) -> Iterator[tuple[str, str, int, Tensor]]:
     """This rank's share of the state: (buffer, name, start, flat values).
@@ -104,6 +109,22 @@ def _restore_module_tensors(engine: Any, reader: CheckpointReader) -> None:
             with deepspeed.zero.GatheredParameters([value], modifier_rank=0, enabled=hasattr(value, "ds_id")):
                 if value.numel():
                     value.copy_(reader.read(name, MODULE, 0, value.numel()).view_as(value))
+
+
+def restore_group_settings(engine: Any, reader: CheckpointReader) -> None:
+    """Gives every param group the hyper-parameters that its parameters had, found by name.
+
+    Raises:
+        CheckpointError: Parameters of one group had different settings.
+    """
+    saved = {name: group for group in reader.index["groups"] for name in group["names"]}
+    for group in optimizer_of(engine).param_groups:
+        sources = {id(saved[name]): saved[name] for name in group["names"] if name in saved}
+        if len(sources) > 1:
+            raise CheckpointError(f"{reader.folder}: parameters of group {group['role']} had different settings")
+        for source in sources.values():
+            for key in HYPER_PARAMETERS & group.keys() & source.keys():
+                group[key] = tuple(source[key]) if isinstance(source[key], list) else source[key]
 
 
 def restore_rng(reader: CheckpointReader) -> bool:

@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 import mars_ds
 from data_pipeline import SampleOrder
-from mars_ds.checkpoint import CheckpointReader, write_checkpoint
-from mars_ds.checkpoint.engine_state import describe, held_slices, restore, restore_rng
+from mars_ds.checkpoint.api import load_checkpoint, save_checkpoint
 from mars_ds.checkpoint.writer import prune
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
@@ -180,16 +179,12 @@ class Trainer:
 
     def _save(self, progress: Progress | None) -> None:
         resume = progress.pause_clock() if progress else None
-        description = {
-            **describe(self.engine),
+        extra = {
             "data": self.loader.state(),
-            "trainer": {
-                "skipped_steps": self.skipped_steps,
-                "tokens": self.step * self.config.tokens_per_step,
-            },
+            "trainer": {"skipped_steps": self.skipped_steps, "tokens": self.step * self.config.tokens_per_step},
             "config": self.config.model_dump(mode="json"),
         }
-        path = write_checkpoint(self.folder.checkpoints, self.step, held_slices(self.engine), description)
+        path = save_checkpoint(self.engine, self.folder.checkpoints, self.step, extra)
         if progress and resume:
             prune(self.folder.checkpoints, self.config.checkpoint.keep_last)
             self.print(f"step {self.step}: checkpoint {path}")
@@ -197,21 +192,17 @@ class Trainer:
 
     def _load(self) -> None:
         if self.folder.resume_from is not None:
-            reader = CheckpointReader(self.folder.resume_from, verify=True)
-            restore(self.engine, reader)
+            reader = load_checkpoint(self.engine, self.folder.resume_from, group_settings=False)
             self.loader.load_state(reader.index["data"])
             self.step = reader.step
             self.skipped_steps = reader.index["trainer"]["skipped_steps"]
-            same_size = restore_rng(reader)
-            rng = "generators restored" if same_size else "generators reseeded for this world size"
             self.print(
                 f"resumed {self.folder.resume_from} (stage {reader.index['zero_stage']}, {reader.index['world_size']} "
-                f"ranks): step {self.step}, sample {self.loader.position}, {rng}, windows hash "
+                f"ranks): step {self.step}, sample {self.loader.position}, windows hash "
                 f"{reader.index['data']['window_hash']}"
             )
         elif self.config.run.init_from is not None:
-            reader = CheckpointReader(self.config.run.init_from, verify=True)
-            restore(self.engine, reader, weights_only=True)
+            reader = load_checkpoint(self.engine, self.config.run.init_from, weights_only=True)
             self.print(f"weights of {self.config.run.init_from} (step {reader.step}); the optimizer starts anew")
 
     def _start_progress(self) -> Progress | None:
