@@ -149,6 +149,8 @@ class ZeroSection(Section):
     """What lives in host memory: masters and optimizer state, or weights too (stage 3)."""
     sub_group_elements: PositiveInt = 1_000_000_000
     """Stage 3: elements that one call of the optimizer updates."""
+    parameter_order: Literal["natural", "aligned"] = "natural"
+    """Stages 1 and 2: aligned chooses an order of the matrices in which as few as possible are cut between ranks."""
     reduce_bucket_elements: PositiveInt = 200_000_000
     """Elements of one reduction."""
 

@@ -10,7 +10,7 @@ from mars_ds.optim.kinds import KINDS, OPTIMIZE_1D_RULE, Role, Rule
 from mars_ds.optim.newton_schulz import COEFFICIENTS
 
 KindName = Literal["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "moonlight", "muon", "adamw", "lion"]
-FloatName = Literal["bfloat16", "float32", "float64"]
+FloatName = Literal["bfloat16", "float16", "float32", "float64"]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
@@ -62,15 +62,17 @@ class OptimizerConfig(BaseModel):
     last_grad_dtype: Literal["float32", "bfloat16"] | None = None
     """Storage of `last_grad`."""
     ns_steps: Annotated[int, Field(ge=1)] | None = None
-    """Newton-Schulz iterations."""
+    """Newton-Schulz iterations. Default: 5, or the number of steps of the coefficient set."""
     ns_coefficients: str | None = None
-    """Named coefficient set of the Newton-Schulz polynomial."""
+    """Named coefficient set of the Newton-Schulz polynomial: original (as published), you, polar_express,
+    cans, deepseek_v4. With any but the first the learning rate must be tuned again."""
     ns_dtype: FloatName | None = None
-    """Precision of the Newton-Schulz iteration."""
+    """Precision of the Newton-Schulz iteration. float16 is for the gram form on a GPU."""
     ns_eps: NonNegative | None = None
     """Added to the norm before the first iteration."""
-    ns_form: Literal["standard", "nested"] | None = None
-    """Order of the products of an iteration: mars-shampoo published `nested`, the others `standard`."""
+    ns_form: Literal["standard", "nested", "gram"] | None = None
+    """Order of the products of an iteration: mars-shampoo published `nested`, the others `standard`.
+    `gram` is the same polynomial with less work and less rounding, the norm taken in fp32 before the cast."""
     amsgrad: bool | None = None
     """Use the running maximum of the second moment."""
     optimize_1d: bool | None = None
@@ -90,10 +92,33 @@ class OptimizerConfig(BaseModel):
             nearest = difflib.get_close_matches(key, accepted, n=1, cutoff=0.4)
             hint = f"; nearest key it reads: {nearest[0]}" if nearest else ""
             raise ValueError(f"{key} is not used by kind {self.kind} (used by {', '.join(users)}){hint}")
-        if self.ns_coefficients is not None and self.ns_coefficients not in COEFFICIENTS:
-            raise ValueError(f"ns_coefficients is {self.ns_coefficients!r}, expected one of {', '.join(COEFFICIENTS)}")
         if self.lr == 0 and self.lr_1d:
             raise ValueError("lr_1d is a fixed ratio of lr, so lr must be above 0 when lr_1d is")
+        return self
+
+    @model_validator(mode="after")
+    def _check_newton_schulz(self) -> Self:
+        if self.ns_coefficients is not None:
+            if self.ns_coefficients not in COEFFICIENTS:
+                names = ", ".join(COEFFICIENTS)
+                raise ValueError(f"ns_coefficients is {self.ns_coefficients!r}, expected one of {names}")
+            num_steps = COEFFICIENTS[self.ns_coefficients].num_steps
+            if num_steps is not None and self.ns_steps not in (None, num_steps):
+                raise ValueError(
+                    f"ns_steps is {self.ns_steps}, but ns_coefficients {self.ns_coefficients!r} are {num_steps} fixed "
+                    f"steps; leave ns_steps out, or set it to {num_steps}"
+                )
+        if self.ns_dtype == "float16" and self.ns_form != "gram":
+            raise ValueError(
+                "ns_dtype float16 needs ns_form: gram, which divides by the norm before the cast; the other forms "
+                "cast the raw momentum, and a small one is zero in float16 (nearest that works: bfloat16)"
+            )
+        # Ten steps amplify the rounding of the iterated Gram matrix until it diverges (docs/newton_schulz.md).
+        if self.ns_form == "gram" and self.ns_coefficients == "deepseek_v4" and self.ns_dtype in (None, "bfloat16"):
+            raise ValueError(
+                "ns_form gram with ns_coefficients deepseek_v4 diverges in bfloat16 on small singular values; "
+                "set ns_dtype: float16 or float32, or ns_form: standard"
+            )
         return self
 
     def resolved(self) -> "OptimizerConfig":
@@ -102,6 +127,8 @@ class OptimizerConfig(BaseModel):
             key: getattr(self, key) if getattr(self, key) is not None else default
             for key, default in KINDS[self.kind].defaults.items()
         }
+        if self.ns_steps is None and values.get("ns_coefficients") in COEFFICIENTS:
+            values["ns_steps"] = COEFFICIENTS[values["ns_coefficients"]].num_steps or values["ns_steps"]
         for key, matrix_key in (
             ("lr_1d", "lr"),
             ("weight_decay_1d", "weight_decay"),
@@ -161,7 +188,7 @@ class OptimizerConfig(BaseModel):
         if orthogonal:
             settings |= {
                 "scale": rule.scale,
-                "norm_before_cast": rule.norm_before_cast,
+                "norm_before_cast": rule.norm_before_cast or config.ns_form == "gram",
                 "debias_momentum": rule.debias_momentum,
                 "ns_steps": config.ns_steps,
                 "ns_coefficients": config.ns_coefficients,

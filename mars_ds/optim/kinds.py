@@ -30,7 +30,7 @@ class Rule:
         scale: Factor on an orthogonal update: `aspect` sqrt(max(1, rows/cols)), `rms`
             0.2 sqrt(max(rows, cols)).
         norm_before_cast: The Newton-Schulz norm is taken in fp32 before the cast (MARS-Shampoo) instead
-            of after it (MARS-M).
+            of after it (MARS-M). The gram form always takes it before.
         debias_momentum: Divide the momentum by (1 - beta1) before Newton-Schulz (MARS-Shampoo).
         one_dimensional: Reads `lr_1d`, `betas_1d` and `weight_decay_1d` instead of the matrix values.
     """

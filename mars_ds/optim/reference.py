@@ -1,6 +1,7 @@
 """Every rule on one whole tensor, written to be read beside the paper: the oracle of the tests and proofs.
 
-Nothing is shared with the fast path except the table of kinds: no fragments, no flat views, no batching.
+Nothing is shared with the fast path except the tables of kinds and coefficients: no fragments, no flat
+views, no batching.
 `ReferenceOptimizer` keeps a plain dict of whole-tensor state per parameter.
 """
 
@@ -10,24 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_ds.optim.newton_schulz import COEFFICIENTS, coefficients_of
+
 Settings = dict[str, Any]
 State = dict[str, Any]  # whole-tensor buffers by name, and the integer "step"
 
 
 def orthogonal_factor(matrix: Tensor, settings: Settings) -> Tensor:
-    """Newton-Schulz of one matrix as published (MARS-M, Shampoo), line by line, in fp32 bf16 or fp64."""
-    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[settings["ns_dtype"]]
-    if settings["norm_before_cast"]:
-        norm = matrix.norm()
-        x = matrix.to(dtype)
+    """Newton-Schulz of one matrix as published (MARS-M, Shampoo), line by line, in `ns_dtype`.
+
+    The gram form is written as the standard loop after a division in fp32: the two are equal in exact
+    arithmetic, and the distance between them is the rounding that the form saves.
+    """
+    dtype: torch.dtype = getattr(torch, settings["ns_dtype"])
+    factor, eps = COEFFICIENTS[settings["ns_coefficients"]].norm_factor, settings["ns_eps"]
+    if settings["ns_form"] == "gram":
+        x = (matrix / (matrix.norm() * factor + eps)).to(dtype)
+    elif settings["norm_before_cast"]:
+        x = (matrix.to(dtype) / (matrix.norm() * factor + eps)).to(dtype)
     else:
         x = matrix.to(dtype)
-        norm = x.norm()
-    x = (x / (norm + settings["ns_eps"])).to(dtype)
+        x = x / (x.norm() * factor + eps)
     transposed = x.shape[0] > x.shape[1]
     x = x.T if transposed else x
-    a, b, c = 3.4445, -4.7750, 2.0315
-    for _ in range(settings["ns_steps"]):
+    for a, b, c in coefficients_of(settings["ns_coefficients"], settings["ns_steps"]):
         gram = x @ x.T
         if settings["ns_form"] == "nested":
             x = a * x + b * (gram @ x) + (c * gram) @ (gram @ x)

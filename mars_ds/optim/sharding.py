@@ -15,7 +15,7 @@ from torch import Tensor
 from mars_ds.optim.routing import matrix_shape
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fragment:
     """Elements [start, start + numel) of parameter `name` at [offset, offset + numel) of a flat tensor.
 

@@ -9,7 +9,8 @@ from mars_ds.optim.kinds import ROLES
 from mars_ds.optim.routing import role_of
 from mars_ds.planning.batch import BatchPlan
 from mars_ds.telemetry.console import card, format_bytes, format_count
-from mars_ds.zero.layout import flat_layout, replicated_layout
+from mars_ds.zero.layout import flat_layout, replicated_layout, sharded_layout
+from mars_ds.zero.ordering import aligned_order
 from mars_ds.zero.placement import ExchangePlan, plan_exchange
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -27,13 +28,21 @@ def newton_schulz_plan(config: RunConfig, shapes: Shapes, world_size: int) -> Ex
     orthogonal = [i for i, (role, _) in enumerate(groups) if config.optimizer.rule(role).precondition == "orthogonal"]
     if not orthogonal:
         return None
-    make = replicated_layout if config.zero.stage == 0 else flat_layout
-    layout = make([members for _, members in groups], world_size)
     resolved = config.optimizer.resolved()
-    names = [name for name, _ in groups[orthogonal[0]][1]]
-    return plan_exchange(
-        layout, orthogonal[0], names, steps=resolved.ns_steps or 5, form=resolved.ns_form or "standard"
-    )
+    steps, form = resolved.ns_steps or 5, resolved.ns_form or "standard"
+    members = [members for _, members in groups]
+    if config.zero.stage == 0:
+        layout = replicated_layout(members, world_size)
+    elif config.zero.stage == 3:
+        layout = sharded_layout(members, world_size)
+    else:
+        if config.zero.parameter_order == "aligned":
+            shaped = dict(members[orthogonal[0]])
+            order = aligned_order(members[orthogonal[0]], world_size, steps=steps, form=form)
+            members[orthogonal[0]] = [(name, shaped[name]) for name in order]
+        layout = flat_layout(members, world_size)
+    names = [name for name, _ in members[orthogonal[0]]]
+    return plan_exchange(layout, orthogonal[0], names, steps=steps, form=form)
 
 
 def group_by_role(config: RunConfig, shapes: Shapes) -> list[tuple]:  # type: ignore[type-arg]
@@ -74,7 +83,7 @@ def plan_card(
     ]
     plan = newton_schulz_plan(config, shapes, batch.world_size)
     if plan is not None:
-        rows.append(("Newton-Schulz", _newton_schulz_line(plan)))
+        rows.append(("Newton-Schulz", plan.describe()))
     return card("plan", rows)
 
 
@@ -124,12 +133,3 @@ def _state_line(config: RunConfig, shapes: Shapes, world_size: int) -> str:
         total += per_element * sum(prod(shape) for _, shape in members)
     share = total if config.zero.stage == 0 else total / world_size
     return f"{format_bytes(share)} of masters and optimizer state a rank"
-
-
-def _newton_schulz_line(plan: ExchangePlan) -> str:
-    moved = plan.exchanged_elements()
-    cut = sum(m.moves for m in plan.matrices) if not plan.replicated else 0
-    return (
-        f"{len(plan.matrices)} matrices, each on one owner: {sum(plan.flops):.3g} FLOPs a step in all, busiest rank "
-        f"{plan.imbalance():.2f}x the even share\n{cut} cut between ranks, {format_count(moved)} elements moved a step"
-    )

@@ -65,7 +65,12 @@ class Trainer:
         self.loader = WindowLoader(train_windows, order, batch, self.rank, self.device)
         self.evaluator = self._make_evaluator()
         self.schedule = Schedule.from_config(config.schedule)
-        self.engine = mars_ds.initialize(self.model.module, config.optimizer, deepspeed_config(config, batch))
+        self.engine = mars_ds.initialize(
+            self.model.module,
+            config.optimizer,
+            deepspeed_config(config, batch),
+            parameter_order=config.zero.parameter_order,
+        )
         if config.model.compile:
             self.engine.compile()
         self.exact = any(group["exact"] for group in self.engine.mars.param_groups)

@@ -15,7 +15,7 @@ from mars_ds.optim.orthogonal import wire_dtype
 from mars_ds.zero.engine_layout import EngineLayout, read_layout, verify
 from mars_ds.zero.exchange import MatrixExchange
 from mars_ds.zero.layout import LayoutError, ShardLayout
-from mars_ds.zero.placement import ExchangePlan, plan_exchange
+from mars_ds.zero.placement import CallWork, ExchangePlan, plan_step
 
 
 class EngineSharding:
@@ -32,14 +32,14 @@ class EngineSharding:
         self.device = device
         self.rank = dist.get_rank(self.group)
         self._local = {shard.tensor: shard for shard in local.local}
-        self.plans: dict[int, ExchangePlan] = {}
-        self._exchanges: dict[int, MatrixExchange] = {}
-        for shard in local.local:
-            group, call = optimizer.param_groups[shard.group_index], shard.shard.call
-            if group["rule"] == "orthogonal" and call not in self.plans:
-                plan = plan_exchange(layout, call, group["names"], steps=group["ns_steps"], form=group["ns_form"])
-                self.plans[call] = plan
-                self._exchanges[call] = MatrixExchange(plan, self.group, self.rank, device, wire_dtype(group))
+        groups = {shard.shard.call: optimizer.param_groups[shard.group_index] for shard in local.local}
+        orthogonal = {call: group for call, group in sorted(groups.items()) if group["rule"] == "orthogonal"}
+        work = {call: CallWork(g["names"], g["ns_steps"], g["ns_form"]) for call, g in orthogonal.items()}
+        self.plans: dict[int, ExchangePlan] = plan_step(layout, work)
+        self._exchanges = {
+            call: MatrixExchange(plan, self.group, self.rank, device, wire_dtype(orthogonal[call]))
+            for call, plan in self.plans.items()
+        }
 
     @property
     def local_shards(self) -> Mapping[Tensor, Any]:
@@ -82,7 +82,7 @@ def bind(engine: Any, optimizer: Mars, names: Mapping[Tensor, str], device: torc
     shards = tuple(shard.shard for shard in local.local)
     gathered: list[Any] = [None] * dist.get_world_size(local.process_group)
     dist.all_gather_object(gathered, shards, group=local.process_group)
-    layout = ShardLayout(tuple(gathered), local.replicated)
+    layout = ShardLayout(tuple(gathered), local.replicated, local.sharded)
     shapes = {
         name: shape
         for group in optimizer.param_groups

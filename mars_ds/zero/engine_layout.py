@@ -36,11 +36,19 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """This rank's shards, and the group over which the state is partitioned (or replicated)."""
+    """This rank's shards, and the group over which the state is partitioned.
+
+    Attributes:
+        local: In the order in which `step()` will be called.
+        process_group: Ranks that share the state.
+        replicated: Every rank holds everything (stage 0).
+        sharded: Every parameter is cut over all ranks (stage 3).
+    """
 
     local: tuple[LocalShard, ...]
     process_group: Any
-    replicated: bool
+    replicated: bool = False
+    sharded: bool = False
 
 
 def read_layout(engine: Any, optimizer: Mars, names: Mapping[Tensor, str]) -> EngineLayout:
@@ -59,11 +67,11 @@ def read_layout(engine: Any, optimizer: Mars, names: Mapping[Tensor, str]) -> En
         return EngineLayout(tuple(_plain(optimizer, names)), engine.data_parallel_group, replicated=True)
     if hasattr(wrapper, "fp32_partitioned_groups_flat"):
         local = tuple(_stage_3(wrapper, names))
-        return EngineLayout(local, wrapper.dp_process_group, replicated=False)
+        return EngineLayout(local, wrapper.dp_process_group, sharded=True)
     if hasattr(wrapper, "single_partition_of_fp32_groups"):
-        return EngineLayout(tuple(_stage_1_2(wrapper, names)), wrapper.real_dp_process_group[0], False)
+        return EngineLayout(tuple(_stage_1_2(wrapper, names)), wrapper.real_dp_process_group[0])
     if hasattr(wrapper, "fp32_groups_flat_partition"):
-        return EngineLayout(tuple(_bf16_optimizer(wrapper, names)), wrapper.real_dp_process_group[0], False)
+        return EngineLayout(tuple(_bf16_optimizer(wrapper, names)), wrapper.real_dp_process_group[0])
     if hasattr(wrapper, "fp32_groups") and hasattr(wrapper, "fp16_groups"):
         local = tuple(_unfused(wrapper, names))
         return EngineLayout(local, engine.data_parallel_group, replicated=True)

@@ -34,7 +34,8 @@ class MatrixExchange:
     ) -> None:
         self.plan, self.group, self.rank, self.device, self.dtype = plan, group, rank, device, dtype
         self._starts = {m.name: p.start for m in plan.matrices for p in m.pieces if p.rank == rank}
-        self._inbound, self._outbound = plan.inbound(), plan.outbound()
+        self._inbound = _Route(plan.inbound(rank), plan.world_size, rank)
+        self._outbound = _Route(plan.outbound(rank), plan.world_size, rank)
 
     def gather(self, pieces: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Brings the matrices that this rank owns together.
@@ -48,7 +49,8 @@ class MatrixExchange:
         pieces = {name: piece.to(self.device) for name, piece in pieces.items()}
         # At stage 0 a held piece is the whole matrix, whichever rank's piece the plan names.
         offsets = dict.fromkeys(pieces, 0) if self.plan.replicated else self._starts
-        received = self._exchange(self._inbound, pieces, offsets) if self._inbound else {}
+        exchanged = self.plan.needs_exchange and not self.plan.replicated
+        received = self._exchange(self._inbound, pieces, offsets) if exchanged else {}
         matrices = {}
         for matrix in self.plan.matrices:
             if matrix.owner != self.rank:
@@ -74,7 +76,8 @@ class MatrixExchange:
             This rank's elements of the update of every matrix it holds, flat, by name, on `device`.
         """
         flats = {name: update.reshape(-1) for name, update in updates.items()}
-        received = self._exchange(self._outbound, flats, dict.fromkeys(flats, 0)) if self._outbound else {}
+        zeros = dict.fromkeys(flats, 0)
+        received = self._exchange(self._outbound, flats, zeros) if self.plan.needs_exchange else {}
         local = {name: part for (name, _), part in received.items()}
         for matrix in self.plan.matrices:
             if matrix.owner == self.rank:
@@ -87,29 +90,37 @@ class MatrixExchange:
         return local
 
     def _exchange(
-        self, messages: Sequence[Message], tensors: Mapping[str, Tensor], offsets: Mapping[str, int]
+        self, route: "_Route", tensors: Mapping[str, Tensor], offsets: Mapping[str, int]
     ) -> dict[tuple[str, int], Tensor]:
-        """Runs one all-to-all.
+        """Runs one all-to-all, on every rank also when this one has nothing to send or to receive.
 
         Args:
-            messages: Of all ranks, in plan order.
+            route: What this rank sends and expects.
             tensors: Flat sources by name.
             offsets: Element of the matrix at which each source begins.
 
         Returns:
             What arrived here, by (matrix name, first element).
         """
-        ranks = range(self.plan.world_size)
-        sent = [[m for m in messages if m.source == self.rank and m.destination == r] for r in ranks]
-        expected = [[m for m in messages if m.destination == self.rank and m.source == r] for r in ranks]
-        parts = [tensors[m.name].narrow(0, m.piece.start - offsets[m.name], m.piece.numel) for to in sent for m in to]
+        parts = [tensors[m.name].narrow(0, m.piece.start - offsets[m.name], m.piece.numel) for m in route.sent]
         outgoing = torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype, device=self.device)
-        input_splits = [sum(m.piece.numel for m in to) for to in sent]
-        output_splits = [sum(m.piece.numel for m in source) for source in expected]
-        incoming = torch.empty(sum(output_splits), dtype=self.dtype, device=self.device)
-        dist.all_to_all_single(incoming, outgoing, output_splits, input_splits, group=self.group)
+        incoming = torch.empty(sum(route.output_splits), dtype=self.dtype, device=self.device)
+        dist.all_to_all_single(incoming, outgoing, route.output_splits, route.input_splits, group=self.group)
         received, at = {}, 0
-        for message in (m for source in expected for m in source):
+        for message in route.expected:
             received[message.name, message.piece.start] = incoming.narrow(0, at, message.piece.numel)
             at += message.piece.numel
         return received
+
+
+class _Route:
+    """One direction of the exchange for one rank: messages in buffer order, and the splits of both buffers."""
+
+    def __init__(self, messages: Sequence[Message], world_size: int, rank: int) -> None:
+        self.sent = sorted((m for m in messages if m.source == rank), key=lambda m: m.destination)
+        self.expected = sorted((m for m in messages if m.destination == rank), key=lambda m: m.source)
+        self.input_splits, self.output_splits = [0] * world_size, [0] * world_size
+        for message in self.sent:
+            self.input_splits[message.destination] += message.piece.numel
+        for message in self.expected:
+            self.output_splits[message.source] += message.piece.numel

@@ -2,15 +2,19 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from mars_ds.optim import Mars, OptimizerConfig, build_optimizer
+from mars_ds.optim.mars import true_shape
+from mars_ds.optim.routing import role_of
 from mars_ds.zero.binding import EngineSharding, bind
+from mars_ds.zero.ordering import aligned_order
 from mars_ds.zero.proof import StartupProof
 from mars_ds.zero.support import check_supported
 
@@ -23,6 +27,8 @@ def initialize(
     config: OptimizerConfig,
     deepspeed_config: dict[str, Any],
     lr_schedule: Callable[[int], float] | None = None,
+    *,
+    parameter_order: Literal["natural", "aligned"] = "natural",
 ) -> Any:
     """Wraps a model in a DeepSpeed engine that steps with `config.kind` on ZeRO shards.
 
@@ -33,6 +39,8 @@ def initialize(
             `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` must be written out.
             The clip acts on the averaged gradient times `config.gradient_scale`.
         lr_schedule: Applied step (from 0) -> factor of the peak lr; None leaves `lr` to the caller.
+        parameter_order: Order of the matrices in their flat group at stages 1 and 2. `aligned` chooses one in
+            which as few as possible are cut between ranks; checkpoints do not depend on it.
 
     Returns:
         The engine: `loss = engine(...)`, `engine.backward(loss)`, `engine.step()`. `engine.mars` is the
@@ -50,7 +58,10 @@ def initialize(
     config = config.resolved()
     check_supported(config, deepspeed_config)
     names: dict[torch.Tensor, str] = {p: name for name, p in model.named_parameters()}
-    optimizer = build_optimizer(model.named_parameters(), config)
+    named = list(model.named_parameters())
+    if parameter_order == "aligned":
+        named = _aligned(named, config)
+    optimizer = build_optimizer(named, config)
     # FP16_UnfusedOptimizer (stage 0, bf16) steps once while it is built.
     optimizer.suspended = True
     engine, *_ = deepspeed.initialize(
@@ -77,6 +88,20 @@ def sharding_of(engine: Any) -> EngineSharding:
     """The bound layout and plans of an engine made by `initialize`."""
     sharding: EngineSharding = engine.mars_sharding
     return sharding
+
+
+def _aligned(named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[tuple[str, nn.Parameter]]:
+    """Reorders the matrices under the orthogonal rule; the others keep their places behind them."""
+    if config.rule("matrix").precondition != "orthogonal":
+        return named
+    shapes = [
+        (name, true_shape(p))
+        for name, p in named
+        if p.requires_grad and role_of(name, true_shape(p), config.routes) == "matrix"
+    ]
+    order = aligned_order(shapes, dist.get_world_size(), steps=config.ns_steps or 5, form=config.ns_form or "standard")
+    place = {name: index for index, name in enumerate(order)}
+    return sorted(named, key=lambda item: place.get(item[0], len(place)))
 
 
 def _scheduler(schedule: Callable[[int], float]) -> Callable[[torch.optim.Optimizer], Any]:

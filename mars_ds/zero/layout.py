@@ -9,6 +9,7 @@ is the unit of collectives.
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from mars_ds.optim.sharding import Fragment
@@ -43,10 +44,13 @@ class ShardLayout:
     Attributes:
         shards: [rank][i].
         replicated: Every rank holds every element (stage 0).
+        sharded: Every parameter is cut over all ranks (stage 3), so a matrix may as well be given to any
+            rank as to a holder.
     """
 
     shards: tuple[tuple[Shard, ...], ...]
     replicated: bool = False
+    sharded: bool = False
 
     @property
     def world_size(self) -> int:
@@ -62,13 +66,20 @@ class ShardLayout:
 
         The order of names is that of the parameters in the call, equal on all ranks.
         """
-        found: dict[str, list[tuple[int, Fragment]]] = defaultdict(list)
+        return self._holders.get(call, {})
+
+    @cached_property
+    def _holders(self) -> dict[int, dict[str, list[tuple[int, Fragment]]]]:
+        found: dict[int, dict[str, list[tuple[int, Fragment]]]] = {}
         for rank, shards in enumerate(self.shards):
             for shard in shards:
-                if shard.call == call:
-                    for fragment in shard.fragments:
-                        found[fragment.name].append((rank, fragment))
-        return {name: sorted(items, key=lambda item: item[1].start) for name, items in found.items()}
+                names = found.setdefault(shard.call, defaultdict(list))
+                for fragment in shard.fragments:
+                    names[fragment.name].append((rank, fragment))
+        for names in found.values():
+            for held in names.values():
+                held.sort(key=lambda item: item[1].start)
+        return {call: dict(names) for call, names in found.items()}
 
     def check_tiling(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Checks that the fragments cover every parameter exactly once (each rank whole, if replicated).
@@ -148,6 +159,56 @@ def _cut_flat(call: int, group: NamedShapes, world_size: int, alignment: int) ->
             start += taken
         at += numel
     return [Shard(call, size, tuple(f)) for f in fragments]
+
+
+def sharded_layout(
+    groups: Sequence[NamedShapes], world_size: int, sub_group_elements: int | None = None
+) -> ShardLayout:
+    """Stage 3: each parameter is padded and cut into `world_size` parts of ceil(numel / world_size).
+
+    A rank that lies beyond the end of a tiny parameter holds only its padding, and no fragment.
+
+    Args:
+        groups: Parameters of each param group, in order.
+        world_size: Ranks.
+        sub_group_elements: DeepSpeed's `sub_group_size`, in elements of one rank: a group that holds more is
+            split in order into sub-groups, each closed by the parameter that reaches the size. Every sub-group is
+            one flat tensor and one call. None: one call per group.
+    """
+    calls: list[list[tuple[str, tuple[int, ...]]]] = []
+    for group in groups:
+        calls += _sub_groups(group, world_size, sub_group_elements)
+    cuts = [_cut_each(call, members, world_size) for call, members in enumerate(calls)]
+    return ShardLayout(tuple(tuple(cut[rank] for cut in cuts) for rank in range(world_size)), sharded=True)
+
+
+def _sub_groups(
+    group: NamedShapes, world_size: int, sub_group_elements: int | None
+) -> list[list[tuple[str, tuple[int, ...]]]]:
+    parts = [-(-prod(shape) // world_size) for _, shape in group]
+    if not sub_group_elements or sub_group_elements >= sum(parts):
+        return [list(group)] if group else []
+    calls: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    filled = 0
+    for member, part in zip(group, parts, strict=True):
+        if filled >= sub_group_elements:
+            calls.append([])
+            filled = 0
+        calls[-1].append(member)
+        filled += part
+    return calls
+
+
+def _cut_each(call: int, members: NamedShapes, world_size: int) -> list[Shard]:
+    fragments: list[list[Fragment]] = [[] for _ in range(world_size)]
+    at = 0
+    for name, shape in members:
+        numel = prod(shape)
+        part = -(-numel // world_size)
+        for rank, start in enumerate(range(0, numel, max(1, part))):
+            fragments[rank].append(Fragment(name, shape, start, min(part, numel - start), at))
+        at += part
+    return [Shard(call, at, tuple(f)) for f in fragments]
 
 
 def state_elements(layout: ShardLayout, names: Iterable[str]) -> list[int]:

@@ -85,6 +85,13 @@ def two_ranks(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("copy", str(root / "twice"), str(root / "stage0")),
         ("forget", str(root / "stage0"), 4),
         ("train", ["run.name=stage0", "zero.stage=0"]),
+        ("copy", str(root / "twice"), str(root / "stage3")),
+        ("forget", str(root / "stage3"), 4),
+        ("train", ["run.name=stage3", "zero.stage=3", "zero.offload=optimizer", "zero.sub_group_elements=20000"]),
+        ("train", ["run.name=exact", "optimizer.mode=exact", "model.dropout=0.1"]),
+        ("copy", str(root / "exact"), str(root / "exact_resumed")),
+        ("forget", str(root / "exact_resumed"), 8),
+        ("train", ["run.name=exact_resumed", "optimizer.mode=exact", "model.dropout=0.1"]),
         ("copy", str(root / "twice"), str(root / "three_ranks")),
         ("forget", str(root / "three_ranks"), 4),
         ("train", llama),
@@ -112,7 +119,9 @@ def test_the_loss_falls_and_everything_is_logged(two_ranks: Path) -> None:
     assert list(evaluations(two_ranks / "twice")) == [0, 6, 12]
 
 
-@pytest.mark.parametrize(("whole", "resumed", "at"), [("whole", "resumed", 8), ("bf16", "bf16_resumed", 4)])
+@pytest.mark.parametrize(
+    ("whole", "resumed", "at"), [("whole", "resumed", 8), ("bf16", "bf16_resumed", 4), ("exact", "exact_resumed", 8)]
+)
 def test_resume_continues_the_identical_curve(two_ranks: Path, whole: str, resumed: str, at: int) -> None:
     """Bit for bit at the same world size, dropout masks included."""
     want, got = losses(two_ranks / whole), losses(two_ranks / resumed)
@@ -122,7 +131,7 @@ def test_resume_continues_the_identical_curve(two_ranks: Path, whole: str, resum
     assert starts == [0, at]
 
 
-@pytest.mark.parametrize("other", ["stage0", "stage2", "three_ranks"])
+@pytest.mark.parametrize("other", ["stage0", "stage2", "stage3", "three_ranks"])
 def test_resume_at_another_stage_micro_batch_and_world_size(two_ranks: Path, other: str) -> None:
     """The same windows in the same order; losses differ by fp32 summation order alone."""
     want, got = losses(two_ranks / "twice"), losses(two_ranks / other)
@@ -134,6 +143,24 @@ def test_resume_at_another_stage_micro_batch_and_world_size(two_ranks: Path, oth
         for run in ("twice", other)
     ]
     assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+
+
+def test_exact_mode_sees_the_same_windows_and_another_optimizer(two_ranks: Path) -> None:
+    assert end(two_ranks / "exact")["window_hash"] == end(two_ranks / "whole")["window_hash"]
+    exact, approx = losses(two_ranks / "exact"), losses(two_ranks / "whole")
+    # The first update has lr 0 and the masks belong to the batch, so the curves part only later.
+    assert [exact[step] for step in (1, 2)] == [approx[step] for step in (1, 2)]
+    assert exact[12] != approx[12]
+
+
+def test_the_card_and_the_proof_are_in_the_run_folder(two_ranks: Path) -> None:
+    text = (two_ranks / "twice" / "optimizer_card.txt").read_text(encoding="utf-8")
+    text = " ".join(text.replace("│", " ").split())
+    assert "transformer.h.*.attn.c_attn.weight x2" in text
+    assert "8 matrices, each orthogonalized by one rank" in text
+    assert "each element is stored 1.000 times over all ranks" in text
+    assert "equals the reference within" in text
+    assert "correction |c - g| / |g|" in text
 
 
 def test_evaluation_disturbs_nothing_and_counts_every_window_once(two_ranks: Path) -> None:
