@@ -12,7 +12,7 @@ DeepSpeed calls `step()` once per group (stages 1, 2) or per sub-group (stage 3)
 so nothing here assumes one call per optimizer step, and every counter lives beside its tensor.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -276,10 +276,14 @@ class Mars(torch.optim.Optimizer):
         pieces = {f.name: (piece if debias == 1.0 else piece * debias).to(dtype) for _, f, piece in located}
         owned = self._sharding.gather_matrices(tensors, pieces)
         updates = self._sharding.scatter_updates(tensors, orthogonalize(owned, group, norms))
-        return [
-            Direction(tensor, f, updates[f.name], update_scale(group["scale"], *matrix_shape(f.shape)))
-            for tensor, f, _ in located
-        ]
+        return [Direction(tensor, f, updates[f.name], self._update_scale(f, group)) for tensor, f, _ in located]
+
+    @staticmethod
+    def _update_scale(fragment: Fragment, group: Group) -> float:
+        rows, columns = matrix_shape(fragment.shape)
+        if fragment.name in group["transposed"]:
+            rows, columns = columns, rows
+        return update_scale(group["scale"], rows, columns)
 
     def _apply(self, tensors: Sequence[Tensor], directions: Sequence[Direction], group: Group) -> None:
         lr = group["lr"] * group["lr_factor"]
@@ -310,13 +314,17 @@ def _index(group: Group) -> dict[str, int]:
     return {name: row for row, name in enumerate(group["names"])}
 
 
-def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig) -> Mars:
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, Tensor]], config: OptimizerConfig, transposed: Collection[str] = ()
+) -> Mars:
     """Routes parameters to rules and makes the optimizer of `config.kind`.
 
     Args:
         named_parameters: (dotted name, parameter), as `model.named_parameters()` gives them: tied
             weights once. Parameters that need no gradient are left out.
         config: Optimizer settings.
+        transposed: Names of matrices stored as (inputs, outputs), like those of Hugging Face's GPT-2; their
+            aspect scale is that of the layer, not of the storage. `mars_ds.initialize` finds them itself.
 
     Returns:
         A `Mars` with one param group per role that has parameters (DeepSpeed drops empty groups in
@@ -339,6 +347,7 @@ def build_optimizer(named_parameters: Iterable[tuple[str, Tensor]], config: Opti
                 "params": [p for _, p in members],
                 "names": [n for n, _ in members],
                 "shapes": [true_shape(p) for _, p in members],
+                "transposed": [n for n, _ in members if n in transposed],
             }
             groups.append(settings)
     return Mars(groups, config)

@@ -83,6 +83,8 @@ def direction(gradient: Tensor, state: State, settings: Settings) -> Tensor:
         matrix = m.reshape(rows, columns)
         if settings["debias_momentum"]:
             matrix = matrix / (1 - beta1)
+        if settings.get("transposed"):
+            rows, columns = columns, rows
         scale: float = {
             "aspect": math.sqrt(max(1.0, rows / columns)),
             "rms": 0.2 * math.sqrt(max(rows, columns)),

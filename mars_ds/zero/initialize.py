@@ -14,6 +14,7 @@ from mars_ds.optim import Mars, OptimizerConfig, build_optimizer
 from mars_ds.optim.mars import true_shape
 from mars_ds.optim.routing import role_of
 from mars_ds.zero.binding import EngineSharding, bind
+from mars_ds.zero.distributed import join
 from mars_ds.zero.ordering import aligned_order
 from mars_ds.zero.proof import StartupProof
 from mars_ds.zero.support import check_supported
@@ -52,6 +53,7 @@ def initialize(
         LayoutError: This DeepSpeed lays shards out in an unknown way.
         ValueError: A key that must be explicit is missing.
     """
+    join()
     for key in EXPLICIT_KEYS:
         if key not in deepspeed_config:
             raise ValueError(f"deepspeed config: {key} must be written out (DeepSpeed would choose a default)")
@@ -61,7 +63,7 @@ def initialize(
     named = list(model.named_parameters())
     if parameter_order == "aligned":
         named = _aligned(named, config)
-    optimizer = build_optimizer(named, config)
+    optimizer = build_optimizer(named, config, _transposed(model))
     # FP16_UnfusedOptimizer (stage 0, bf16) steps once while it is built.
     optimizer.suspended = True
     engine, *_ = deepspeed.initialize(
@@ -88,6 +90,15 @@ def sharding_of(engine: Any) -> EngineSharding:
     """The bound layout and plans of an engine made by `initialize`."""
     sharding: EngineSharding = engine.mars_sharding
     return sharding
+
+
+def _transposed(model: nn.Module) -> set[str]:
+    """Weights of `transformers`' Conv1D, which are stored as (inputs, outputs)."""
+    return {
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    }
 
 
 def _aligned(named: list[tuple[str, nn.Parameter]], config: OptimizerConfig) -> list[tuple[str, nn.Parameter]]:

@@ -202,6 +202,7 @@ def judge(
     step = scalars["step"] + 1
     settings = optimizer.config.group_settings(role_of(name, shape, optimizer.config.routes))
     settings |= {key: value for key, value in group.items() if key in settings and key not in STRUCTURE}
+    settings["transposed"] = name in group["transposed"]
     state: dict[str, Any] = {b: whole[b].clone() for b in BUFFERS if b in whole}
     state["step"] = scalars["step"]
     if (scalars["step"] == 0 and settings["first_step"] == "paper") or scalars["restart"]:
@@ -228,7 +229,8 @@ def _spectrum(direction: Tensor, shape: tuple[int, ...], settings: Mapping[str, 
     from mars_ds.optim.config import update_scale
 
     rows, columns = matrix_shape(shape)
-    unscaled = direction.reshape(rows, columns) / update_scale(settings["scale"], rows, columns)
+    outputs, inputs = (columns, rows) if settings["transposed"] else (rows, columns)
+    unscaled = direction.reshape(rows, columns) / update_scale(settings["scale"], outputs, inputs)
     largest = float(torch.linalg.matrix_norm(unscaled, 2))
     if not SPECTRUM[0] <= largest <= SPECTRUM[1]:
         raise ProofError(
