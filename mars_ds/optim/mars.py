@@ -68,6 +68,13 @@ class Mars(torch.optim.Optimizer):
         groups: Param groups with the settings of `OptimizerConfig.group_settings` and the lists
             `names` and `shapes` beside `params`.
         config: The resolved config the groups were made from.
+
+    Attributes:
+        suspended: `step()` does nothing.
+        capturing: `step()` captures instead of updating (`mars_ds.zero.lookahead`).
+        skip_non_finite: `step()` changes nothing and sets `overflow` when a gradient is not finite, for engines
+            that do not check; costs one host synchronisation.
+        observer: Watches steps from inside.
     """
 
     def __init__(self, groups: list[Group], config: OptimizerConfig) -> None:
@@ -75,6 +82,8 @@ class Mars(torch.optim.Optimizer):
         self.config = config
         self.suspended = False
         self.capturing = False
+        self.skip_non_finite = False
+        self.overflow = False
         self.observer: Observer | None = None
         names = {t: n for g in self.param_groups for t, n in zip(g["params"], g["names"], strict=True)}
         self._sharding: Sharding = WholeTensors(names)
@@ -126,6 +135,11 @@ class Mars(torch.optim.Optimizer):
         # DeepSpeed's stage-0 bf16 wrapper calls step() while it initializes; that must change nothing.
         if self.suspended:
             return loss
+        if self.skip_non_finite:
+            gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            self.overflow = not bool(torch.nn.utils.get_total_norm(gradients).isfinite())
+            if self.overflow:
+                return loss
         for group in self.param_groups:
             if group["params"] and self.capturing:
                 self._capture_group(group)

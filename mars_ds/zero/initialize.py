@@ -73,6 +73,8 @@ def initialize(
         config=_complete(deepspeed_config, config),
     )
     optimizer.suspended = False
+    # Stage 0 in fp32 has no wrapper, and so nobody who looks for overflow; the engine reads `overflow` from us.
+    optimizer.skip_non_finite = engine.optimizer is optimizer
     device = torch.device(get_accelerator().current_device_name())
     engine.mars_sharding = bind(engine, optimizer, names, device)
     engine.mars = optimizer

@@ -16,3 +16,16 @@ def tiny_llama(vocab_size: int, layers: int = 2):
             max_position_embeddings=64,
         )
     )
+
+
+def poisoned_llama(vocab_size: int, backward: int):
+    """The same model, whose gradient is infinite in one backward pass of the process (counted from 1)."""
+    model = tiny_llama(vocab_size)
+    passes = []
+
+    def poison(gradient):
+        passes.append(None)
+        return gradient * float("inf") if len(passes) == backward else gradient
+
+    model.lm_head.weight.register_hook(poison)
+    return model

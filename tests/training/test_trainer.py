@@ -59,6 +59,10 @@ def end(run: Path) -> dict[str, Any]:
     return [r for r in read_jsonl(run / "log.jsonl") if r["kind"] == "end"][-1]
 
 
+POISON = "model.factory_arguments={vocab_size: 320, backward: 7}"
+BF16 = "precision.dtype=bfloat16"
+
+
 @pytest.fixture(scope="module")
 def two_ranks(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All runs that need two ranks, in one spawn; returns the folder of runs."""
@@ -95,6 +99,8 @@ def two_ranks(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("copy", str(root / "twice"), str(root / "three_ranks")),
         ("forget", str(root / "three_ranks"), 4),
         ("train", llama),
+        # Backward 7 of each rank is in step 3: three micro-batches a step.
+        ("train", [*llama, "run.name=skip", "model.factory=tests.training.factories:poisoned_llama", POISON, BF16]),
         ("train", ["run.name=quiet", "evaluation.interval_steps=0"]),
         ("train", ["run.name=wandb", "telemetry.wandb.mode=offline", "schedule.steps=2"]),
         ("train", ["run.name=bf16", "precision.dtype=bfloat16"]),
@@ -174,6 +180,12 @@ def test_a_factory_model_trains(two_ranks: Path) -> None:
     seen = losses(two_ranks / "llama")
     assert seen[1] == pytest.approx(5.77, abs=0.15)
     assert seen[4] < seen[1]
+
+
+def test_a_skipped_step_is_counted_and_the_run_goes_on(two_ranks: Path) -> None:
+    records = [r for r in read_jsonl(two_ranks / "skip" / "log.jsonl") if r["kind"] == "train"]
+    assert [r["skipped_steps"] for r in records] == [0, 0, 1, 1]
+    assert all(isinstance(r["loss"], float) for r in records)
 
 
 def test_init_from_takes_the_weights_only(two_ranks: Path) -> None:
