@@ -2,11 +2,12 @@
 
     python benchmarks/zero_costs.py [--world-size W] [--layers L] [--width D]
 
-Spawns W gloo processes on the CPU, trains a toy GPT in bf16 for three steps under every ZeRO stage, and counts the third:
-every collective (at the `c10d` operators) and every matrix product of Newton-Schulz (FlopCounterMode). Bytes and calls
-are given beyond those of torch's AdamW under the same stage in the same param groups, so that the reduction of gradients
-and the gathering of weights do not count. The peer runs with `gradient_clipping` 0 (it would clip the orthogonalized update) and
-`ns_method` standard (the same polynomial in the same precision as ours). Prints the table of docs/costs.md.
+Spawns W gloo processes on the CPU, trains a toy GPT in bf16 for three steps under every ZeRO stage, and counts the
+third: every collective (at the `c10d` operators) and every matrix product of Newton-Schulz (FlopCounterMode). Bytes and
+calls are given beyond those of torch's AdamW under the same stage in as many param groups, so that the reduction of
+gradients and the gathering of weights do not count. The peer runs with `gradient_clipping` 0 (it would clip the
+orthogonalized update) and `ns_method` standard (the same polynomial in the same precision as ours). Prints the tables
+of docs/costs.md.
 """
 
 import argparse
@@ -27,8 +28,7 @@ from tests.ranks import run_on_ranks
 from tests.zero.counting import CollectiveCounter, Costs, CountedStep
 
 VOCAB, LENGTH, COUNTED_STEP = 128, 16, 2
-OPTIMIZERS = ("ours", "deepspeed")
-LABELS = {"ours": "mars-m, ours", "deepspeed": "Muon, DeepSpeed"}
+LABELS = {"ours": "mars-m", "aligned": "mars-m, aligned", "deepspeed": "DeepSpeed's Muon"}
 
 
 class ToyGPT(nn.Module):
@@ -78,6 +78,15 @@ class Setting:
     def label(self) -> str:
         return f"{self.stage}{', CPU offload' if self.offload else ''}"
 
+    @property
+    def optimizers(self) -> list[str]:
+        """Who is measured; the order of parameters matters only where partitions are flat."""
+        return [name for name in LABELS if name != "aligned" or self.stage in (1, 2)]
+
+    def baseline(self, optimizer: str) -> str:
+        """The AdamW that an optimizer is compared with: ours has three param groups, the peer two."""
+        return "adamw, 2 groups" if optimizer == "deepspeed" else "adamw, 3 groups"
+
 
 SETTINGS = [
     Setting(stage, offload, micro_batches)
@@ -121,29 +130,30 @@ def deepspeed_config(setting: Setting, optimizer: str) -> dict[str, Any]:
 
 
 def build(optimizer: str, setting: Setting, model: nn.Module) -> Any:
-    """An engine with ours, the peer, or `adamw as` one of them."""
+    """An engine with ours, the peer, or AdamW."""
     import deepspeed
 
     import mars_ds
     from mars_ds.optim import OptimizerConfig
 
     config = deepspeed_config(setting, optimizer)
-    if optimizer == "ours":
-        return mars_ds.initialize(model, OptimizerConfig(kind="mars-m", lr=1e-3), config)
+    if optimizer in ("ours", "aligned"):
+        order = "aligned" if optimizer == "aligned" else "natural"
+        return mars_ds.initialize(model, OptimizerConfig(kind="mars-m", lr=1e-3), config, parameter_order=order)
     if optimizer == "deepspeed":
         return deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))[0]
-    # A collective a group gathers the weights, so the groups must be as many: ours are three, the peer's two.
+    # Weights are gathered group by group, so the comparison needs as many groups.
     roles: dict[str, list[Tensor]] = {}
     for name, p in model.named_parameters():
         role = "vector" if p.ndim < 2 else "embedding" if "embed" in name else "matrix"
-        roles.setdefault(role if optimizer == "adamw as ours" or role == "matrix" else "rest", []).append(p)
+        roles.setdefault(role if optimizer == "adamw, 3 groups" or role == "matrix" else "rest", []).append(p)
     adamw = torch.optim.AdamW([{"params": members} for members in roles.values()], lr=1e-3)
     return deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
 
 
 def newton_schulz_counter(optimizer: str, engine: Any) -> Callable[[], int]:
     """Starts to count the FLOPs of this rank's Newton-Schulz; the result reads the sum."""
-    if optimizer == "ours":
+    if optimizer in ("ours", "aligned"):
         step = CountedStep(engine.mars)
         return lambda: step.costs.flops
     from deepspeed.runtime.zero.muon import muon_optimizer, original_muon
@@ -158,7 +168,7 @@ def newton_schulz_counter(optimizer: str, engine: Any) -> Callable[[], int]:
 
 def momentum_elements(optimizer: str, engine: Any) -> int:
     """Elements of momentum of matrices that this rank stores, padding included."""
-    if optimizer == "ours":
+    if optimizer in ("ours", "aligned"):
         mars, shards = engine.mars, engine.mars_sharding.local_shards
         matrices = [t for t, s in shards.items() if mars.param_groups[s.group_index]["role"] == "matrix"]
         return sum(mars.state[t]["exp_avg"].numel() for t in matrices)
@@ -180,11 +190,11 @@ def measure(rank: int, world_size: int, optimizer: str, setting: Setting, layers
         if step < COUNTED_STEP:
             run_window(engine, windows)
             continue
-        if optimizer in OPTIMIZERS:
+        if optimizer in LABELS:
             read_flops = newton_schulz_counter(optimizer, engine)
         with counter:
             run_window(engine, windows)
-    momentum = momentum_elements(optimizer, engine) if optimizer in OPTIMIZERS else 0
+    momentum = momentum_elements(optimizer, engine) if optimizer in LABELS else 0
     return Outcome(counter.costs, read_flops(), momentum)
 
 
@@ -195,18 +205,25 @@ def run_window(engine: Any, windows: list[Tensor]) -> None:
         engine.step()
 
 
-def measure_all(rank: int, world_size: int, layers: int, width: int) -> dict[tuple[str, Setting], Outcome]:
+Outcomes = dict[tuple[str, Setting], Outcome]
+
+
+def measure_all(rank: int, world_size: int, layers: int, width: int) -> Outcomes:
     """Every row, on this rank."""
     import logging
 
+    import deepspeed
+
     from mars_ds.zero.distributed import join
 
+    # Collectives in shared memory would be built with a compiler, and are not what is counted.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore", FutureWarning)
     join()
-    outcomes = {}
+    outcomes: Outcomes = {}
     for setting in SETTINGS:
-        for optimizer in [*OPTIMIZERS, *(f"adamw as {name}" for name in OPTIMIZERS)]:
+        for optimizer in dict.fromkeys([*setting.optimizers, *map(setting.baseline, setting.optimizers)]):
             try:
                 outcome = measure(rank, world_size, optimizer, setting, layers, width)
             except Exception as error:
@@ -216,25 +233,78 @@ def measure_all(rank: int, world_size: int, layers: int, width: int) -> dict[tup
     return outcomes
 
 
-def row(results: list[dict[tuple[str, Setting], Outcome]], optimizer: str, setting: Setting, shapes: list) -> str:
-    """One line of the table."""
-    ours = [found[optimizer, setting] for found in results]
-    adamw = [found[f"adamw as {optimizer}", setting] for found in results]
-    start = f"| {setting.label} | {setting.micro_batches} | {LABELS[optimizer]} |"
-    error = next((o.error for o in [*ours, *adamw] if o.error), "")
+@dataclass(frozen=True)
+class Figures:
+    """One row of the table.
+
+    Attributes:
+        flops: Newton-Schulz FLOPs of all ranks over those of one process.
+        busiest: FLOPs of the busiest rank over an even share of one process's.
+        momentum: Elements of momentum stored over all ranks, padding included, over elements of matrices.
+        bytes_received: Mean bytes that a rank receives per element of the matrices, beyond AdamW's.
+        collectives: Calls beyond AdamW's.
+    """
+
+    flops: float
+    busiest: float
+    momentum: float
+    bytes_received: float
+    collectives: int
+
+    @property
+    def cells(self) -> str:
+        """In Markdown."""
+        return (
+            f"{self.flops:.3f} | {self.busiest:.2f} | {self.momentum:.3f} | {self.bytes_received:.2f} | "
+            f"{self.collectives:+d}"
+        )
+
+
+def figures(results: list[Outcomes], optimizer: str, setting: Setting, shapes: list[tuple[int, int]]) -> Figures | str:
+    """The row of one optimizer, or the error that it or its AdamW stopped with."""
+    found = [outcomes[optimizer, setting] for outcomes in results]
+    adamw = [outcomes[setting.baseline(optimizer), setting] for outcomes in results]
+    error = next((outcome.error for outcome in [*found, *adamw] if outcome.error), "")
     if error:
-        return f"{start} {error} | | | | |"
-    needed_flops = sum(newton_schulz_flops(*shape) for shape in shapes)
-    elements = sum(rows * columns for rows, columns in shapes)
-    flops, momentum = [o.flops for o in ours], sum(o.momentum for o in ours)
-    received = [
-        o.costs.total_received_bytes - a.costs.total_received_bytes for o, a in zip(ours, adamw, strict=True)
-    ]
-    calls = ours[0].costs.calls.total() - adamw[0].costs.calls.total()
-    return (
-        f"{start} {sum(flops) / needed_flops:.3f} | {max(flops) * len(flops) / needed_flops:.2f} | "
-        f"{momentum / elements:.3f} | {sum(received) / len(received) / elements:.2f} | {calls:+d} |"
+        return error
+    needed = sum(newton_schulz_flops(*shape) for shape in shapes)
+    elements, ranks = sum(rows * columns for rows, columns in shapes), len(found)
+    received = sum(o.costs.total_received_bytes for o in found) - sum(a.costs.total_received_bytes for a in adamw)
+    return Figures(
+        flops=sum(o.flops for o in found) / needed,
+        busiest=max(o.flops for o in found) * ranks / needed,
+        momentum=sum(o.momentum for o in found) / elements,
+        bytes_received=received / ranks / elements,
+        collectives=found[0].costs.calls.total() - adamw[0].costs.calls.total(),
     )
+
+
+def print_table(results: list[Outcomes], shapes: list[tuple[int, int]]) -> None:
+    """Prints every row, and below it how the peer compares with ours."""
+    print(
+        "| stage | micro-batches | optimizer | FLOPs, all ranks / one process | busiest / even share | "
+        "momentum stored / needed | bytes per element | collectives |"
+    )
+    print("|---" * 8 + "|")
+    ratios = []
+    for setting in SETTINGS:
+        rows = {name: figures(results, name, setting, shapes) for name in setting.optimizers}
+        for name, row in rows.items():
+            cells = row.cells if isinstance(row, Figures) else f"{row} | | | |"
+            print(f"| {setting.label} | {setting.micro_batches} | {LABELS[name]} | {cells} |")
+        ours, peer = rows.get("aligned", rows["ours"]), rows["deepspeed"]
+        if isinstance(ours, Figures) and isinstance(peer, Figures):
+            ratios.append(
+                f"stage {setting.label}, micro-batches {setting.micro_batches}: {ratio(peer.flops, ours.flops)} the "
+                f"FLOPs, {ratio(peer.busiest, ours.busiest)} on the busiest rank, "
+                f"{ratio(peer.bytes_received, ours.bytes_received)} the bytes"
+            )
+    print("\nDeepSpeed's Muon over ours (aligned where there is a choice):", *ratios, sep="\n")
+
+
+def ratio(peer: float, ours: float) -> str:
+    """As `2.00x`; where either is nothing, the two numbers."""
+    return f"{peer / ours:.2f}x" if min(peer, ours) >= 0.01 else f"{peer:.2f} against {ours:.2f} of"
 
 
 def main() -> None:
@@ -248,15 +318,7 @@ def main() -> None:
     d = arguments.width
     shapes = [(3 * d, d), (d, d), (4 * d, d), (d, 4 * d)] * arguments.layers
     print(f"{arguments.world_size} ranks, {len(shapes)} matrices, {sum(r * c for r, c in shapes):,} elements\n")
-    print(
-        "| stage | micro-batches | optimizer | Newton-Schulz, all ranks / one process | busiest / even share of one "
-        "process | momentum stored / needed | bytes received a rank and matrix element, beyond AdamW | collectives "
-        "beyond AdamW |"
-    )
-    print("|---" * 8 + "|")
-    for setting in SETTINGS:
-        for optimizer in OPTIMIZERS:
-            print(row(results, optimizer, setting, shapes))
+    print_table(results, shapes)
 
 
 if __name__ == "__main__":

@@ -29,18 +29,53 @@ def squared_norms(parts: Iterable[tuple[Tensor, Sequence[Fragment]]], index: Map
         (len(index),) fp64, zero where this rank holds nothing. Accumulated in fp64 so that where a
         tensor is cut does not decide the last bit of the fp32 scale.
     """
-    rows: list[int] = []
-    squares: list[Tensor] = []
-    device = None
+    sums = _Sums(index)
     for flat, fragments in parts:
-        device = flat.device
-        for fragment in fragments:
-            rows.append(index[fragment.name])
-            squares.append(torch.linalg.vector_norm(fragment.view(flat), dtype=torch.float64).square())
-    sums = torch.zeros(len(index), dtype=torch.float64, device=device)
-    if squares:
-        sums.index_add_(0, torch.tensor(rows, device=device), torch.stack(squares))
-    return sums
+        for f in fragments:
+            sums.add(f.name, torch.linalg.vector_norm(f.view(flat), dtype=torch.float64).square())
+        sums.device = flat.device
+    return sums.total()
+
+
+def inner_products(parts: Iterable[tuple[Tensor, Tensor, Sequence[Fragment]]], index: Mapping[str, int]) -> Tensor:
+    """Inner products per parameter of two flat tensors over the local fragments; as `squared_norms`."""
+    sums = _Sums(index)
+    for a, b, fragments in parts:
+        for f in fragments:
+            sums.add(f.name, _dot_fp64(f.view(a), f.view(b)))
+        sums.device = a.device
+    return sums.total()
+
+
+class _Sums:
+    """0-dim values by parameter, added up into one vector without a host synchronisation."""
+
+    def __init__(self, index: Mapping[str, int]) -> None:
+        self.index = index
+        self.device: torch.device | None = None
+        self._rows: list[int] = []
+        self._values: list[Tensor] = []
+
+    def add(self, name: str, value: Tensor) -> None:
+        self._rows.append(self.index[name])
+        self._values.append(value)
+
+    def total(self) -> Tensor:
+        sums = torch.zeros(len(self.index), dtype=torch.float64, device=self.device)
+        if self._values:
+            sums.index_add_(0, torch.tensor(self._rows, device=self.device), torch.stack(self._values))
+        return sums
+
+
+# 64 MiB of fp64 scratch: large enough to be bandwidth-bound, small beside any shard.
+_DOT_CHUNK = 1 << 22
+
+
+def _dot_fp64(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product accumulated in fp64 without an fp64 copy of either tensor."""
+    spans = range(0, a.numel(), _DOT_CHUNK)
+    parts = [(a[i : i + _DOT_CHUNK].double(), b[i : i + _DOT_CHUNK].double()) for i in spans]
+    return torch.stack([torch.dot(x, y) for x, y in parts]).sum()
 
 
 def clip_scales(squared: Tensor, threshold: float) -> Tensor:

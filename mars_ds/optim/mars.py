@@ -21,7 +21,13 @@ from torch import Tensor
 
 from mars_ds.optim.adamw import adamw_direction
 from mars_ds.optim.config import OptimizerConfig, correction_factor, update_scale
-from mars_ds.optim.correction import clip_scales, corrected_gradient, scale_fragments, squared_norms
+from mars_ds.optim.correction import (
+    clip_scales,
+    corrected_gradient,
+    inner_products,
+    scale_fragments,
+    squared_norms,
+)
 from mars_ds.optim.kinds import ROLES
 from mars_ds.optim.orthogonal import orthogonalize, wire_dtype
 from mars_ds.optim.routing import check_routes, matrix_shape, role_of
@@ -177,9 +183,10 @@ class Mars(torch.optim.Optimizer):
         for tensor in tensors:
             self.state[tensor]["step"] += 1
         corrected = self._correct(tensors, gradients, group)
+        corrected, norms = self._clip(tensors, corrected, group)
         momenta = self._update_momentum(tensors, corrected, group)
         if group["rule"] == "orthogonal":
-            directions = self._orthogonal_directions(tensors, momenta, group)
+            directions = self._orthogonal_directions(tensors, momenta, norms, group)
         else:
             directions = self._elementwise_directions(tensors, momenta, corrected, group)
         if self.observer:
@@ -187,31 +194,55 @@ class Mars(torch.optim.Optimizer):
         self._apply(tensors, directions, group)
 
     def _correct(self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group) -> list[Tensor]:
-        """Variance-reduced, clipped gradients; also moves `last_grad` forward."""
-        if group["gamma"] is None or is_folded(group):
+        """Variance-reduced gradients before the clip; also moves `last_grad` forward."""
+        if not group["gamma"] or is_folded(group):
             return gradients
-        corrected = gradients
-        if group["gamma"]:
-            factor = correction_factor(group["gamma"], _beta1(group))
-            corrected = []
-            for tensor, gradient in zip(tensors, gradients, strict=True):
-                state = self.state[tensor]
-                if state.pop("restart", False) or (state["step"] == 1 and group["first_step"] == "paper"):
-                    state["last_grad"].copy_(gradient)
-                corrected.append(corrected_gradient(gradient, state["last_grad"], factor))
-                self._advance_last_grad(tensor, gradient, group)
+        factor = correction_factor(group["gamma"], _beta1(group))
+        corrected = []
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            state = self.state[tensor]
+            if state.pop("restart", False) or (state["step"] == 1 and group["first_step"] == "paper"):
+                state["last_grad"].copy_(gradient)
+            corrected.append(corrected_gradient(gradient, state["last_grad"], factor))
+            self._advance_last_grad(tensor, gradient, group)
         if self.observer:
             self.observer.corrected(tensors, corrected)
+        return corrected
+
+    def _clip(
+        self, tensors: Sequence[Tensor], corrected: list[Tensor], group: Group
+    ) -> tuple[list[Tensor], dict[str, Tensor] | None]:
+        """The per-tensor clip, and what else needs sums over whole parameters, with one sum over ranks.
+
+        Returns:
+            The clipped gradients, and, where Newton-Schulz takes the norm before the cast, the Frobenius norm of
+            each momentum to come by name (0-dim, compute dtype). That norm follows from <m, c>, |m| and |c| with
+            the clip known only after the sum: |a m + b c|^2 = a^2 |m|^2 + 2 a b <m, c> + b^2 |c|^2.
+        """
+        needs_norm = group["rule"] == "orthogonal" and group["norm_before_cast"]
+        if group["clip_threshold"] is None and not needs_norm:
+            return corrected, None
+        index = {name: row for row, name in enumerate(group["names"])}
+        fragments = [self._sharding.fragments(tensor) for tensor in tensors]
+        columns = [squared_norms(zip(corrected, fragments, strict=True), index)]
+        if needs_norm:
+            momenta = [self.state[tensor]["exp_avg"] for tensor in tensors]
+            columns.append(inner_products(zip(momenta, corrected, fragments, strict=True), index))
+            columns.append(squared_norms(zip(momenta, fragments, strict=True), index))
+        sums = self._sharding.sum_over_ranks(tensors, torch.stack(columns))
+        scales = torch.ones_like(sums[0])
         if group["clip_threshold"] is not None:
-            index = _index(group)
-            parts = [(c, self._sharding.fragments(t)) for t, c in zip(tensors, corrected, strict=True)]
-            sums = self._sharding.sum_over_ranks(tensors, squared_norms(parts, index))
-            scales = clip_scales(sums, group["clip_threshold"])
+            scales = clip_scales(sums[0], group["clip_threshold"])
             if not group["gamma"]:
                 corrected = [c.clone() for c in corrected]
-            for tensor, c in zip(tensors, corrected, strict=True):
-                scale_fragments(c, self._sharding.fragments(tensor), scales, index)
-        return corrected
+            for c, pieces in zip(corrected, fragments, strict=True):
+                scale_fragments(c, pieces, scales, index)
+        if not needs_norm:
+            return corrected, None
+        _, _, a, b = self._momentum_weights(group, self.state[tensors[0]]["step"])
+        squared = a * a * sums[2] + 2 * a * b * scales * sums[1] + (b * scales).square() * sums[0]
+        norms = squared.clamp_min(0).sqrt().mul(_debias(group)).to(corrected[0].dtype)
+        return corrected, {name: norms[row] for name, row in index.items()}
 
     def _advance_last_grad(self, tensor: Tensor, gradient: Tensor, group: Group) -> None:
         state = self.state[tensor]
@@ -234,26 +265,34 @@ class Mars(torch.optim.Optimizer):
 
     def _update_momentum(self, tensors: Sequence[Tensor], gradients: list[Tensor], group: Group) -> list[Tensor]:
         """What the preconditioner reads, per flat tensor; `exp_avg` itself where nothing is added."""
-        beta = _beta1(group)
         momenta = []
         for tensor, gradient in zip(tensors, gradients, strict=True):
             exp_avg = self.state[tensor]["exp_avg"]
-            if group["momentum_form"] == "nesterov":
-                exp_avg.mul_(beta).add_(gradient)
-                momenta.append(gradient.add(exp_avg, alpha=beta))
-            elif group["momentum_form"] == "lion":
+            if group["momentum_form"] == "lion":
                 momenta.append(lion_direction(exp_avg, gradient, group["betas"]))
+                continue
+            keep, add, _, _ = self._momentum_weights(group, self.state[tensor]["step"])
+            exp_avg.mul_(keep).add_(gradient, alpha=add)
+            if group["momentum_form"] == "nesterov":
+                momenta.append(gradient.add(exp_avg, alpha=keep))
             elif is_folded(group):
-                gamma = group["gamma"]
-                weight = (1.0 - beta) * (1.0 - gamma)
-                if self.state[tensor]["step"] == 1 and group["first_step"] == "paper":
-                    weight = 1.0 - beta - gamma
-                exp_avg.mul_(beta).add_(gradient, alpha=weight)
-                momenta.append(exp_avg.add(gradient, alpha=gamma))
+                momenta.append(exp_avg.add(gradient, alpha=group["gamma"]))
             else:
-                exp_avg.mul_(beta).add_(gradient, alpha=1.0 - beta)
                 momenta.append(exp_avg)
         return momenta
+
+    @staticmethod
+    def _momentum_weights(group: Group, step: int) -> tuple[float, float, float, float]:
+        """Weights of the old momentum m and the gradient c: (keep, add) of the stored one, (a, b) of the one used."""
+        beta = _beta1(group)
+        if group["momentum_form"] == "nesterov":
+            return beta, 1.0, beta * beta, 1.0 + beta
+        if is_folded(group):
+            gamma = group["gamma"]
+            first = step == 1 and group["first_step"] == "paper"
+            add = 1.0 - beta - gamma if first else (1.0 - beta) * (1.0 - gamma)
+            return beta, add, beta, add + gamma
+        return beta, 1.0 - beta, beta, 1.0 - beta
 
     def _elementwise_directions(
         self, tensors: Sequence[Tensor], momenta: list[Tensor], gradients: list[Tensor], group: Group
@@ -278,15 +317,15 @@ class Mars(torch.optim.Optimizer):
             directions.append(Direction(tensor, None, values))
         return directions
 
-    def _orthogonal_directions(self, tensors: Sequence[Tensor], momenta: list[Tensor], group: Group) -> list[Direction]:
-        debias = 1.0 / (1.0 - _beta1(group)) if group["debias_momentum"] else 1.0
-        dtype = wire_dtype(group)
+    def _orthogonal_directions(
+        self, tensors: Sequence[Tensor], momenta: list[Tensor], norms: dict[str, Tensor] | None, group: Group
+    ) -> list[Direction]:
+        debias, dtype = _debias(group), wire_dtype(group)
         located = [
             (tensor, fragment, fragment.view(momentum))
             for tensor, momentum in zip(tensors, momenta, strict=True)
             for fragment in self._sharding.fragments(tensor)
         ]
-        norms = self._momentum_norms(tensors, momenta, group, debias) if group["norm_before_cast"] else None
         pieces = {f.name: (piece if debias == 1.0 else piece * debias).to(dtype) for _, f, piece in located}
         owned = self._sharding.gather_matrices(tensors, pieces)
         updates = self._sharding.scatter_updates(tensors, orthogonalize(owned, group, norms))
@@ -309,23 +348,14 @@ class Mars(torch.optim.Optimizer):
             target = flat if part.fragment is None else part.fragment.view(flat)
             target.add_(part.values, alpha=-lr * part.scale)
 
-    def _momentum_norms(
-        self, tensors: Sequence[Tensor], momenta: list[Tensor], group: Group, debias: float
-    ) -> dict[str, Tensor]:
-        """Frobenius norms of whole momenta before the cast (MARS-Shampoo), 0-dim, compute dtype."""
-        index = _index(group)
-        parts = [(m, self._sharding.fragments(t)) for t, m in zip(tensors, momenta, strict=True)]
-        sums = self._sharding.sum_over_ranks(tensors, squared_norms(parts, index))
-        norms = sums.sqrt().mul_(debias).to(momenta[0].dtype)
-        return {name: norms[row] for name, row in index.items()}
-
 
 def _beta1(group: Group) -> float:
     return float(group["momentum"] if "momentum" in group else group["betas"][0])
 
 
-def _index(group: Group) -> dict[str, int]:
-    return {name: row for row, name in enumerate(group["names"])}
+def _debias(group: Group) -> float:
+    """MARS-Shampoo orthogonalizes m / (1 - beta1)."""
+    return 1.0 / (1.0 - _beta1(group)) if group.get("debias_momentum") else 1.0
 
 
 def build_optimizer(

@@ -69,7 +69,8 @@ def orthogonalize(
                 eps=group["ns_eps"],
                 dtype=dtype,
                 form=group["ns_form"],
-                norm=torch.stack([norms[name] for name in batch]) if norms is not None else None,
+                # Under offload the norms were summed on the host, where the state is.
+                norm=torch.stack([norms[n] for n in batch]).to(matrices[batch[0]].device) if norms else None,
             )
             updates.update(zip(batch, result.to(wire_dtype(group)).unbind(0), strict=True))
     return updates

@@ -121,7 +121,7 @@ class Trainer:
     def _run_window(self, micro_batches: Iterable[torch.Tensor], batch_index: int) -> torch.Tensor:
         """Forward, backward and engine step of one accumulation window; returns its mean loss."""
         # Dropout masks belong to the batch: exact mode evaluates each batch twice.
-        torch.manual_seed((self.config.run.seed * 1_000_003 + batch_index) * 65_537 + self.rank)
+        torch.manual_seed(((self.config.run.seed * 1_000_003 + batch_index) * 65_537 + self.rank) % 2**63)
         total = torch.zeros((), device=self.device)
         for windows in micro_batches:
             inputs, labels = self.model.inputs(windows)

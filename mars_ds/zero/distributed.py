@@ -68,6 +68,9 @@ def join() -> None:
 
     # Its progress messages would drown ours; warnings about what we do on purpose (a client optimizer) too.
     deepspeed.utils.logger.setLevel(logging.ERROR)
+    # Building this optional CPU op needs a compiler, and a build that is killed leaves a lock on which every later
+    # start waits for ever. gloo alone gives the same sums.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if dist.is_initialized():
         deepspeed.init_distributed(verbose=False)
         return
@@ -80,9 +83,6 @@ def join() -> None:
     else:
         refuse_unusable_gpu()
         share_cores(environment)
-        # Building this optional op needs a compiler, and a build that is killed leaves a lock on which every
-        # later start waits for ever. gloo alone gives the same sums.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = accelerator.communication_backend_name() if on_gpu else "gloo"
     if environment["WORLD_SIZE"] == "1" and environment["MASTER_PORT"] == "0":
         # Nobody to agree with on a port: a store in memory cannot collide with another run.

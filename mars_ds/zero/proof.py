@@ -36,6 +36,9 @@ LIMITS = {"adamw": 1e-3, "sign": 0.1, "orthogonal": 1e-3, "orthogonal in 16 bits
 # rounding. A result whose largest is below the lower bound was not orthogonalized.
 SPECTRUM = (0.4, 1.35)
 
+# Samples are put together on every rank; a larger tensor is passed over (GPT-2 XL's largest hidden matrix has 10.2 M).
+MAX_SAMPLE_ELEMENTS = 1 << 24
+
 # Settings that follow from the kind alone; the others may be changed per group by the user.
 STRUCTURE = ("rule", "momentum_form", "scale", "norm_before_cast", "debias_momentum", "eps_placement")
 
@@ -65,6 +68,11 @@ class StartupProof:
         self.done = False
         check_structure(optimizer)
         self.samples = choose_samples(optimizer, sharding)
+        for group in optimizer.param_groups:
+            if not self.samples.keys() & set(group["names"]):
+                self.lines.append(
+                    f"{group['role']}: not sampled, every tensor has over {MAX_SAMPLE_ELEMENTS:,} elements"
+                )
         self._seen: dict[str, int] = dict.fromkeys(self.samples, 0)
         self._moved: dict[str, bool] = dict.fromkeys(self.samples, False)
         self._open = set(self.samples)
@@ -153,7 +161,8 @@ def check_structure(optimizer: Mars) -> None:
 def choose_samples(optimizer: Mars, sharding: EngineSharding) -> dict[str, tuple[int, ...]]:
     """One or two parameters per group: the smallest that is cut between ranks and the smallest that is not.
 
-    One-row and one-column matrices are passed over where there is another: their spectrum says nothing.
+    One-row and one-column matrices are passed over where there is another: their spectrum says nothing. A group
+    whose tensors are all above `MAX_SAMPLE_ELEMENTS` has no sample.
     """
     pieces: dict[str, int] = defaultdict(int)
     for call in sharding.layout.calls():
@@ -164,7 +173,7 @@ def choose_samples(optimizer: Mars, sharding: EngineSharding) -> dict[str, tuple
         candidates = [
             (len(shape) > 1 and min(matrix_shape(shape)) == 1, prod(shape), name, tuple(shape))
             for name, shape in zip(group["names"], group["shapes"], strict=True)
-            if prod(shape)
+            if 0 < prod(shape) <= MAX_SAMPLE_ELEMENTS
         ]
         for cut in (True, False):
             members = sorted(c for c in candidates if (pieces[c[2]] > 1) == cut)
