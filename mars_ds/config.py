@@ -267,7 +267,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
         config = RunConfig.model_validate(without_nulls(tree.values))
     except ValidationError as error:
         # A misspelt key is not also a missing one.
-        passed_over = {"extra_forbidden", "missing"} if unknown else {"extra_forbidden"}
+        passed_over = {"extra_forbidden", "missing"} if unknown else set()
         wrong = [_explain(tree, item) for item in error.errors() if item["type"] not in passed_over]
         raise ConfigError("\n".join([*unknown, *wrong])) from None
     return config

@@ -16,6 +16,19 @@ NonNegative = Annotated[float, Field(ge=0.0)]
 Positive = Annotated[float, Field(gt=0.0)]
 
 
+class GroupOverride(BaseModel):
+    """Settings of the parameters that one pattern names, in place of those of their role."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: NonNegative | None = None
+    """Peak learning rate; keeps its ratio to `optimizer.lr` under every schedule."""
+    weight_decay: NonNegative | None = None
+    gamma: NonNegative | None = None
+    momentum: Beta | None = None
+    betas: tuple[Beta, Beta] | None = None
+
+
 class OptimizerConfig(BaseModel):
     """Hyper-parameters of one optimizer of the family.
 
@@ -81,6 +94,8 @@ class OptimizerConfig(BaseModel):
     """The averaged gradient is multiplied by this before the global clip (reference runs: 4 or 12)."""
     routes: dict[str, Role] | None = None
     """Glob pattern -> role, overriding the routing by name and shape."""
+    overrides: dict[str, GroupOverride] | None = None
+    """Glob pattern -> settings of a param group of its own; the first pattern that names a parameter counts."""
 
     @model_validator(mode="after")
     def _refuse_unused_keys(self) -> Self:
@@ -166,6 +181,7 @@ class OptimizerConfig(BaseModel):
             "rule": rule.precondition,
             "momentum_form": rule.momentum_form,
             "lr": config.lr,
+            "adamw_part": adamw_part,
             "lr_factor": config.lr_1d / config.lr if adamw_part and config.lr and config.lr_1d is not None else 1.0,
             "weight_decay": decay,
             "gradient_scale": config.gradient_scale,

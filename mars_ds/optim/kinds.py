@@ -80,6 +80,7 @@ _SHARED: dict[str, Any] = {
     "weight_decay_embedding": None,
     "gradient_scale": 1.0,
     "routes": {},
+    "overrides": {},
 }
 _ONE_D = {"lr_1d": None, "betas_1d": (0.9, 0.95), "weight_decay_1d": None}
 _VARIANCE_REDUCED = {

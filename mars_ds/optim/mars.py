@@ -28,9 +28,9 @@ from mars_ds.optim.correction import (
     scale_fragments,
     squared_norms,
 )
-from mars_ds.optim.kinds import ROLES
+from mars_ds.optim.grouping import plan_groups
 from mars_ds.optim.orthogonal import orthogonalize, wire_dtype
-from mars_ds.optim.routing import check_routes, matrix_shape, role_of
+from mars_ds.optim.routing import matrix_shape
 from mars_ds.optim.sharding import Fragment, Sharding, WholeTensors
 from mars_ds.optim.sign import lion_direction, sign_direction
 from mars_ds.optim.state import compute_dtype, is_folded, required_buffers
@@ -371,29 +371,26 @@ def build_optimizer(
             aspect scale is that of the layer, not of the storage. `mars_ds.initialize` finds them itself.
 
     Returns:
-        A `Mars` with one param group per role that has parameters (DeepSpeed drops empty groups in
-        place, which breaks schedulers).
+        A `Mars` with a param group per role and override that has parameters (DeepSpeed drops empty groups
+        in place, which breaks schedulers).
 
     Raises:
-        ValueError: No trainable parameter, or a route that matches nothing.
+        ValueError: No trainable parameter, or a route or override that matches nothing.
     """
     config = config.resolved()
     trainable = [(name, p) for name, p in named_parameters if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no parameter with requires_grad")
-    check_routes(config.routes or {}, [name for name, _ in trainable])
+    parameters = dict(trainable)
     groups: list[Group] = []
-    for role in ROLES:
-        members = [(n, p) for n, p in trainable if role_of(n, true_shape(p), config.routes) == role]
-        if members:
-            settings = config.group_settings(role)
-            settings |= {
-                "params": [p for _, p in members],
-                "names": [n for n, _ in members],
-                "shapes": [true_shape(p) for _, p in members],
-                "transposed": [n for n, _ in members if n in transposed],
-            }
-            groups.append(settings)
+    for planned in plan_groups({name: true_shape(p) for name, p in trainable}, config):
+        members = {
+            "params": [parameters[name] for name in planned.shapes],
+            "names": list(planned.shapes),
+            "shapes": list(planned.shapes.values()),
+            "transposed": [name for name in planned.shapes if name in transposed],
+        }
+        groups.append(planned.settings | members)
     return Mars(groups, config)
 
 

@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from mars_ds.optim.kinds import ROLES, Role
+from mars_ds.optim.kinds import Role
 
 # GPT-2, Llama, NeoX, OPT and BERT spell their (tied) embeddings and heads with one of these.
 EMBEDDING_MARKS = ("embed", "wte", "wpe", "lm_head")
@@ -38,19 +38,17 @@ def role_of(name: str, shape: Sequence[int], routes: Mapping[str, Role] | None =
     return "embedding" if any(mark in name.lower() for mark in EMBEDDING_MARKS) else "matrix"
 
 
-def check_routes(routes: Mapping[str, str], names: Iterable[str]) -> None:
-    """Refuses a route that matches nothing: it would be ignored without a word.
+def check_patterns(key: str, patterns: Iterable[str], names: Iterable[str]) -> None:
+    """Refuses a pattern that matches nothing: it would be ignored without a word.
 
     Raises:
         ValueError: The pattern, and the nearest parameter name.
     """
     names = list(names)
-    for pattern, role in routes.items():
-        if role not in ROLES:
-            raise ValueError(f"optimizer.routes: {pattern!r} has role {role!r}, expected one of {', '.join(ROLES)}")
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
-            raise ValueError(f"optimizer.routes: {pattern!r} matches no parameter; nearest name: {nearest[0]}")
+            raise ValueError(f"optimizer.{key}: {pattern!r} matches no parameter; nearest name: {nearest[0]}")
 
 
 def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:

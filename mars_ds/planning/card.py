@@ -1,57 +1,45 @@
 """The plan card: what a run will be, from the config and a world size alone."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
 from mars_ds.config import RunConfig
-from mars_ds.optim.kinds import ROLES
-from mars_ds.optim.routing import role_of
+from mars_ds.optim.grouping import plan_groups
 from mars_ds.planning.batch import BatchPlan
 from mars_ds.telemetry.console import card, format_bytes, format_count
 from mars_ds.zero.layout import flat_layout, replicated_layout, sharded_layout
 from mars_ds.zero.ordering import aligned_order
-from mars_ds.zero.placement import ExchangePlan, plan_exchange
+from mars_ds.zero.placement import CallWork, ExchangePlan, plan_step
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def newton_schulz_plan(config: RunConfig, shapes: Shapes, world_size: int) -> ExchangePlan | None:
-    """Owners and bytes of the orthogonal matrices, or None where the optimizer has none.
+def newton_schulz_plans(config: RunConfig, shapes: Shapes, world_size: int) -> list[ExchangePlan]:
+    """Owners and bytes of the orthogonal matrices, one plan a param group; empty where the optimizer has none.
 
     Args:
         config: The run.
         shapes: Trainable parameters by name, in model order.
         world_size: Ranks.
     """
-    groups = group_by_role(config, shapes)
-    orthogonal = [i for i, (role, _) in enumerate(groups) if config.optimizer.rule(role).precondition == "orthogonal"]
-    if not orthogonal:
-        return None
-    resolved = config.optimizer.resolved()
-    steps, form = resolved.ns_steps or 5, resolved.ns_form or "standard"
-    members = [members for _, members in groups]
+    groups = plan_groups(shapes, config.optimizer)
+    members = [list(group.shapes.items()) for group in groups]
+    work = {
+        call: CallWork(list(group.shapes), group.settings["ns_steps"], group.settings["ns_form"])
+        for call, group in enumerate(groups)
+        if group.settings["rule"] == "orthogonal"
+    }
     if config.zero.stage == 0:
         layout = replicated_layout(members, world_size)
     elif config.zero.stage == 3:
         layout = sharded_layout(members, world_size)
     else:
         if config.zero.parameter_order == "aligned":
-            shaped = dict(members[orthogonal[0]])
-            order = aligned_order(members[orthogonal[0]], world_size, steps=steps, form=form)
-            members[orthogonal[0]] = [(name, shaped[name]) for name in order]
+            for call, item in work.items():
+                order = aligned_order(members[call], world_size, steps=item.steps, form=item.form)
+                members[call] = [(name, groups[call].shapes[name]) for name in order]
         layout = flat_layout(members, world_size)
-    names = [name for name, _ in members[orthogonal[0]]]
-    return plan_exchange(layout, orthogonal[0], names, steps=steps, form=form)
-
-
-def group_by_role(config: RunConfig, shapes: Shapes) -> list[tuple]:  # type: ignore[type-arg]
-    """(role, [(name, shape)]) of every role that has parameters, in the order of the param groups."""
-    routes = config.optimizer.resolved().routes
-    found: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
-    for name, shape in shapes.items():
-        found[role_of(name, shape, routes)].append((name, shape))
-    return [(role, found[role]) for role in ROLES if found[role]]
+    return list(plan_step(layout, work).values()) if work else []
 
 
 def plan_card(
@@ -81,9 +69,9 @@ def plan_card(
         ("partitioning", f"ZeRO stage {config.zero.stage} over {batch.world_size} rank{'s' * (batch.world_size > 1)}"),
         ("state", _state_line(config, shapes, batch.world_size)),
     ]
-    plan = newton_schulz_plan(config, shapes, batch.world_size)
-    if plan is not None:
-        rows.append(("Newton-Schulz", plan.describe()))
+    plans = newton_schulz_plans(config, shapes, batch.world_size)
+    if plans:
+        rows.append(("Newton-Schulz", "\n".join(plan.describe() for plan in plans)))
     return card("plan", rows)
 
 
@@ -97,13 +85,14 @@ def _model_line(config: RunConfig, shapes: Shapes) -> str:
 def _optimizer_rows(config: RunConfig, shapes: Shapes) -> Sequence[tuple[str, str]]:
     resolved = config.optimizer.resolved()
     lines = []
-    for role, members in group_by_role(config, shapes):
-        settings = config.optimizer.group_settings(role)
+    for group in plan_groups(shapes, config.optimizer):
+        settings = group.settings
         corrected = f", gamma {settings['gamma']}" if settings["gamma"] is not None else ""
-        elements = sum(prod(shape) for _, shape in members)
+        elements = sum(prod(shape) for shape in group.shapes.values())
         lines.append(
-            f"{role}: {settings['rule']}{corrected}, peak lr {settings['lr'] * settings['lr_factor']:g}, decay "
-            f"{settings['weight_decay']:g}; {len(members)} tensors, {format_count(elements)} elements"
+            f"{group.override or group.role}: {settings['rule']}{corrected}, "
+            f"peak lr {settings['lr'] * settings['lr_factor']:g}, decay {settings['weight_decay']:g}; "
+            f"{len(group.shapes)} tensors, {format_count(elements)} elements"
         )
     return [("optimizer", f"{resolved.kind}\n" + "\n".join(lines))]
 
@@ -127,9 +116,9 @@ def _state_line(config: RunConfig, shapes: Shapes, world_size: int) -> str:
     from mars_ds.optim.state import required_buffers
 
     total = 0
-    for role, members in group_by_role(config, shapes):
-        buffers = required_buffers(config.optimizer.group_settings(role), torch.float32)
+    for group in plan_groups(shapes, config.optimizer):
+        buffers = required_buffers(group.settings, torch.float32)
         per_element = 4 + sum(torch.empty(0, dtype=dtype).element_size() for dtype in buffers.values())
-        total += per_element * sum(prod(shape) for _, shape in members)
+        total += per_element * sum(prod(shape) for shape in group.shapes.values())
     share = total if config.zero.stage == 0 else total / world_size
     return f"{format_bytes(share)} of masters and optimizer state a rank"

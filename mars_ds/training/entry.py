@@ -112,6 +112,7 @@ def _plan_only(config: RunConfig, world_size: int) -> str:
 
 
 def _plan_text(config: RunConfig, world_size: int, data: bool = True) -> str:
+    from mars_ds.optim.grouping import plan_groups
     from mars_ds.planning.card import plan_card
     from mars_ds.training.data import check_vocabulary, open_split
     from mars_ds.training.engine_config import deepspeed_config
@@ -123,6 +124,10 @@ def _plan_text(config: RunConfig, world_size: int, data: bool = True) -> str:
     check_can_compile(config)
     model = build_model(config, device="meta")
     shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters() if p.requires_grad}
+    try:
+        plan_groups(shapes, config.optimizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     windows = None
     if data:
         train = open_split(config, "train")

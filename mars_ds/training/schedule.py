@@ -67,6 +67,6 @@ def set_learning_rates(
     for group in optimizer.param_groups:
         group["lr"] = lr
         factor = group["lr_factor"]
-        if factor not in (0.0, 1.0) and section.min_lr_1d is not None:
+        if group["adamw_part"] and factor and section.min_lr_1d is not None:
             group["lr"] = schedule.lr(step, peak * factor, section.min_lr_1d) / factor
     return lr

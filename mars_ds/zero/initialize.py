@@ -38,7 +38,9 @@ def initialize(
         config: Optimizer settings.
         deepspeed_config: An ordinary DeepSpeed config without `optimizer`. `gradient_clipping`,
             `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` must be written out.
-            The clip acts on the averaged gradient times `config.gradient_scale`.
+            The clip acts on the averaged gradient times `config.gradient_scale`. Where they are missing,
+            `data_types.grad_accum_dtype` and `communication_data_type` become fp32 (bf16 at stage 0 in bf16)
+            and `reduce_scatter` true, instead of what this release of DeepSpeed would choose.
         lr_schedule: Applied step (from 0) -> factor of the peak lr; None leaves `lr` to the caller.
         parameter_order: Order of the matrices in their flat group at stages 1 and 2. `aligned` chooses one in
             which as few as possible are cut between ranks; checkpoints do not depend on it.
@@ -127,6 +129,13 @@ def _complete(deepspeed_config: dict[str, Any], config: OptimizerConfig) -> dict
     completed = copy.deepcopy(deepspeed_config)
     completed["zero_allow_untested_optimizer"] = True
     completed["zero_force_ds_cpu_optimizer"] = False
+    half = deepspeed_config.get("bf16", {}).get("enabled", False)
+    zero = completed.setdefault("zero_optimization", {})
+    zero.setdefault("reduce_scatter", True)
+    # Differences of gradients lose most to bf16 sums; stage 0 has no wrapper that accumulates in fp32.
+    precise = "bf16" if half and zero.get("stage", 0) == 0 else "fp32"
+    accumulation = completed.setdefault("data_types", {}).setdefault("grad_accum_dtype", precise)
+    completed.setdefault("communication_data_type", accumulation)
     # Mars multiplies by gradient_scale after the clip, so a clip of C / scale here is a clip of C there.
     completed["gradient_clipping"] = deepspeed_config["gradient_clipping"] / (config.gradient_scale or 1.0)
     return completed

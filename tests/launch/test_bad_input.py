@@ -89,6 +89,12 @@ def test_unsupported_combination(refused) -> None:
     assert "nearest: zero.stage: 1, or precision.accumulation_dtype: bfloat16" in message
 
 
+def test_a_pattern_that_names_no_parameter(refused) -> None:
+    assert "matches no parameter; nearest name" in refused("optimizer.routes={nothing*: matrix}")
+    assert "'transformer.h.9.*' matches no parameter" in refused("optimizer.overrides={transformer.h.9.*: {lr: 1.0}}")
+    assert "optimizer.overrides" in refused("optimizer.overrides={transformer.h.0.*: {lrr: 1.0}}")
+
+
 def test_compile_without_a_compiler(refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)

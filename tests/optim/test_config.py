@@ -1,10 +1,13 @@
 """OptimizerConfig: what each kind reads, its defaults, and what is refused."""
 
+import re
+
 import pytest
 import torch
 from pydantic import ValidationError
 
 from mars_ds.optim import OptimizerConfig, build_optimizer
+from mars_ds.optim.grouping import plan_groups
 from mars_ds.optim.newton_schulz import newton_schulz, newton_schulz_flops
 from mars_ds.optim.routing import matrix_shape, role_of
 
@@ -92,3 +95,36 @@ def test_batched_newton_schulz_is_bitwise_the_single_one() -> None:
     batch = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(1))
     single = torch.stack([newton_schulz(matrix) for matrix in batch])
     assert torch.equal(newton_schulz(batch), single)
+
+
+def test_overrides_make_groups_of_their_own() -> None:
+    shapes = {"h.0.fc.weight": (2, 3), "h.1.fc.weight": (2, 3), "h.0.ln.weight": (3,), "h.1.ln.bias": (3,)}
+    config = OptimizerConfig(
+        kind="mars-m",
+        lr=1e-2,
+        overrides={"h.1.*": {"lr": 5e-3, "weight_decay": 0.0}, "*.ln.*": {"betas": (0.8, 0.9)}},
+    )
+    groups = plan_groups(shapes, config)
+    assert [(g.role, g.override, list(g.shapes)) for g in groups] == [
+        ("matrix", None, ["h.0.fc.weight"]),
+        ("matrix", "h.1.*", ["h.1.fc.weight"]),
+        ("vector", "h.1.*", ["h.1.ln.bias"]),
+        ("vector", "*.ln.*", ["h.0.ln.weight"]),
+    ]
+    assert [g.settings["lr_factor"] for g in groups] == [1.0, 0.5, 0.5, 1.0]
+    assert [g.settings["weight_decay"] for g in groups] == [0.1, 0.0, 0.0, 0.1]
+    assert groups[3].settings["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"h.2.*": {"lr": 1.0}}, "'h.2.*' matches no parameter; nearest name"),
+        ({"h.0.ln*": {"gamma": 0.1}}, "sets gamma, which the adamw rule of role vector does not read"),
+        ({"h.0.fc*": {"betas": (0.9, 0.9)}}, "sets betas, which the orthogonal rule of role matrix does not read"),
+    ],
+)
+def test_an_override_that_would_be_ignored_is_refused(overrides: dict, message: str) -> None:
+    shapes = {"h.0.fc.weight": (2, 3), "h.0.ln.weight": (3,)}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_groups(shapes, OptimizerConfig(kind="mars-m", overrides=overrides))

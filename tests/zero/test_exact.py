@@ -143,3 +143,30 @@ def test_a_next_batch_with_inf_is_dropped_on_all_ranks() -> None:
     for rank in run_on_ranks(2, bad_next_batch):
         for facts in rank:
             assert facts == {"applied": True, "c equals g": True, "finite": True}
+
+
+def forward_backward_flops(rank: int, world_size: int) -> dict[str, int]:
+    """FLOPs of one step of mars-adamw, whose own arithmetic has no matrix product."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import mars_ds
+    from mars_ds.zero.lookahead import lookahead
+
+    cases.join_quietly()
+    found = {}
+    for mode in ("approx", "exact"):
+        config = cases.optimizer_config("mars-adamw", mode=mode)
+        engine = mars_ds.initialize(cases.Toy(), config, cases.Wrapper(2, "bf16", "fp32").config(world_size, 2))
+        with FlopCounterMode(display=False) as counter:
+            if mode == "exact":
+                with lookahead(engine):
+                    cases.run_window(engine, rank, world_size, 1, 2)
+            cases.run_window(engine, rank, world_size, 0, 2)
+        found[mode] = counter.get_total_flops()
+    return found
+
+
+def test_exact_mode_costs_twice_the_forward_and_backward() -> None:
+    for flops in run_on_ranks(2, forward_backward_flops):
+        assert flops["approx"] > 0
+        assert flops["exact"] == 2 * flops["approx"]

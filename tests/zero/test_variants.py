@@ -22,6 +22,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gradient scale": BASE | {"gradient_scale": 4.0},
     "matrix embeddings": BASE | {"routes": {"wte*": "matrix"}},
     "aligned order": BASE,
+    "overrides": BASE
+    | {
+        "overrides": {
+            "square*": {"lr": 3e-3, "weight_decay": 0.0, "gamma": 0.01},
+            "*.bias": {"weight_decay": 0.2},
+            "gate*": {"momentum": 0.9},
+        }
+    },
     "optimize_1d": {"kind": "mars-adamw", "lr": 1e-2, "lr_1d": 5e-3, "optimize_1d": True, "amsgrad": True},
 }
 WRAPPERS = [cases.Wrapper(stage, "fp32", "fp32") for stage in (0, 1, 3)]
@@ -83,6 +91,6 @@ def test_one_buffer_means_one_buffer() -> None:
 
 def test_the_variants_differ_from_the_plain_form() -> None:
     plain = one_device("aligned order")
-    for name in ("polar express", "one buffer", "paper's first step", "matrix embeddings"):
+    for name in ("polar express", "one buffer", "paper's first step", "matrix embeddings", "overrides"):
         moved = max(float((one_device(name)[p] - v).norm() / v.norm()) for p, v in plain.items())
         assert moved > 1e-4, name
