@@ -76,7 +76,7 @@ def prepare(
         raise DataError(f"--workers {workers} is out of range; expected 1 or more")
     loaded = load_tokenizer(tokenizer)
     log.write("finding and hashing the sources\n")
-    sources = find_sources(specs, options.text_column)
+    sources = find_sources(specs, options.text_column, options.text_documents)
     plan = make_plan(sources, TokenizerIdentity.of(loaded), options)
     with _locked(output):
         work = output / WORK_DIRECTORY

@@ -116,6 +116,12 @@ def _add_prepare(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help=f"tokens per part, default: {DEFAULT_PART_TOKENS}",
     )
     add("--text-column", default="text", metavar="NAME", help="column or key of the text, default: text")
+    add(
+        "--text-documents",
+        choices=["file", "paragraph"],
+        default="file",
+        help="what a document of a .txt file is, default: the file; paragraphs are parted by blank lines",
+    )
 
 
 def _prepare(options: argparse.Namespace) -> int:
@@ -128,6 +134,7 @@ def _prepare(options: argparse.Namespace) -> int:
             val_fraction=options.val_fraction,
             part_tokens=options.part_tokens,
             text_column=options.text_column,
+            text_documents=options.text_documents,
         ),
         workers=options.workers,
     )

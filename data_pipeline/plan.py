@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from data_pipeline.binformat import HEADER_BYTES, MAX_FILE_BYTES, token_dtype
 from data_pipeline.durable import canonical_json
@@ -44,12 +44,14 @@ class BuildOptions:
         val_fraction: share of documents for validation, at least 0 and below 1.
         part_tokens: tokens per part; a part stays below 2 GiB.
         text_column: parquet column or JSON key that holds the text.
+        text_documents: what a document of a .txt file is: the ``file``, or each ``paragraph``.
     """
 
     name: str = "data"
     val_fraction: float = DEFAULT_VAL_FRACTION
     part_tokens: int = DEFAULT_PART_TOKENS
     text_column: str = "text"
+    text_documents: Literal["file", "paragraph"] = "file"
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Rows of source files: each is a text, nothing, or a problem with a reason. None is dropped unseen."""
 
 import io
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -81,6 +82,26 @@ def _text_rows(source: SourceFile, text_column: str) -> Iterator[Row]:
     yield _decoded(0, source.path.read_bytes(), source.size_bytes)
 
 
+def _paragraph_rows(source: SourceFile, text_column: str) -> Iterator[Row]:
+    """Documents between blank lines; line ends inside a paragraph stay, those around it go."""
+    del text_column
+    index, length = 0, 0
+    lines: list[bytes] = []
+    with open(source.path, "rb") as file:
+        for line in itertools.chain(file, (b"",)):
+            if line.strip():
+                length += len(line)
+                if length <= MAX_DOCUMENT_BYTES:
+                    lines.append(line)
+                continue
+            if length > MAX_DOCUMENT_BYTES:
+                yield Row(index, None, f"paragraph longer than {MAX_DOCUMENT_BYTES} bytes", file.tell())
+            elif lines:
+                yield _decoded(index, b"".join(lines).rstrip(b"\r\n"), file.tell())
+            index += bool(length)
+            lines, length = [], 0
+
+
 def _jsonl_rows(source: SourceFile, text_column: str) -> Iterator[Row]:
     any_text = False
     index = 0
@@ -147,4 +168,9 @@ def _parsed(index: int, line: bytes, text_column: str, position: int) -> Row | l
     return Row(index, well_formed(text), None, position)
 
 
-_READERS = {"parquet": _parquet_rows, "jsonl": _jsonl_rows, "text": _text_rows}
+_READERS = {
+    "parquet": _parquet_rows,
+    "jsonl": _jsonl_rows,
+    "text": _text_rows,
+    "paragraphs": _paragraph_rows,
+}

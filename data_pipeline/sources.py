@@ -56,12 +56,13 @@ class SourceFile:
             raise DataError(f"{self.path}: changed while it was read; run prepare again once it is complete")
 
 
-def find_sources(specs: Sequence[str], text_column: str) -> list[SourceFile]:
+def find_sources(specs: Sequence[str], text_column: str, text_documents: str = "file") -> list[SourceFile]:
     """Find, check and hash the files that ``specs`` name.
 
     Args:
         specs: files, directories (searched at any depth) and glob patterns.
         text_column: the column that every parquet file must have.
+        text_documents: ``file`` or ``paragraph``, what a document of a .txt file is.
 
     Returns:
         Each file once, sorted by name, then by content: an order that does not depend on the machine.
@@ -77,6 +78,8 @@ def find_sources(specs: Sequence[str], text_column: str) -> list[SourceFile]:
     sources = []
     for name, path in sorted(found.values()):
         kind, compression = FORMATS[_suffix(path)]
+        if kind == "text" and text_documents == "paragraph":
+            kind = "paragraphs"
         _CHECKS[kind](path, text_column)
         status = os.stat(path)
         sources.append(
@@ -203,8 +206,8 @@ def _check_text(path: Path, text_column: str) -> None:
     if size > MAX_DOCUMENT_BYTES:
         raise DataError(
             f"{path}: a .txt file is one document, and this one has {size:,} bytes; the limit is "
-            f"{MAX_DOCUMENT_BYTES:,}. Split it into documents, one JSON object a line: "
-            '{"text": "..."} in a .jsonl file'
+            f"{MAX_DOCUMENT_BYTES:,}. --text-documents paragraph makes a document of each paragraph; or write one "
+            'JSON object a line: {"text": "..."} in a .jsonl file'
         )
 
 
@@ -212,4 +215,5 @@ _CHECKS: dict[str, Callable[[Path, str], None]] = {
     "parquet": _check_parquet,
     "jsonl": _check_jsonl,
     "text": _check_text,
+    "paragraphs": lambda path, text_column: None,  # a paragraph is judged when it is read
 }

@@ -108,7 +108,8 @@ def check_splits(documents: dict[str, int], val_fraction: float, candidates: lis
     remedy = (
         f"--val-fraction {suggestion!r} would do"
         if suggestion is not None
-        else "no fraction can split them (a .txt file is one document): add documents"
+        else "no fraction can split them (a .txt file is one document): --text-documents paragraph makes one of each "
+        "paragraph, or add documents"
     )
     raise DataError(
         f"the {empty} split is empty: none of {total:,} documents fell into it at "

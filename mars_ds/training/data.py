@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from data_pipeline import SampleOrder, TokenWindows, WindowHash, open_dataset
+from data_pipeline import DataError, SampleOrder, TokenWindows, WindowHash, open_dataset
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
 from mars_ds.planning.batch import BatchPlan
@@ -114,7 +114,12 @@ def open_split(config: RunConfig, split: str) -> TokenWindows:
     Raises:
         data_pipeline.DataError: With the command that makes the data, when it is missing.
     """
-    return open_dataset(config.data.path, split, config.model.sequence_length)
+    try:
+        return open_dataset(config.data.path, split, config.model.sequence_length)
+    except DataError as error:
+        if split != "val":
+            raise
+        raise DataError(f"{error}; or train without validation: evaluation.interval_steps: 0") from error
 
 
 def check_vocabulary(windows: TokenWindows, model: TrainableModel) -> None:

@@ -227,3 +227,17 @@ def test_a_file_that_changes_during_the_build_is_noticed(write_jsonl: WriteJsonl
     path.write_text('{"text": "longer"}\n')
     with pytest.raises(DataError, match="changed while it was read"):
         source.assert_unchanged()
+
+
+def test_a_text_file_as_paragraphs(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"\n\nFirst line,\r\nsecond line.\n \t\nCaf\xc3\xa9\n\n\nbad \xff byte\n\nLast, unterminated")
+    (source,) = find_sources([str(path)], "text", "paragraph")
+    rows = list(read_rows(source, "text"))
+    assert [(row.number, row.text, row.problem) for row in rows] == [
+        (0, "First line,\r\nsecond line.", None),
+        (1, "Caf\u00e9", None),
+        (2, None, "invalid UTF-8"),
+        (3, "Last, unterminated", None),
+    ]
+    assert rows[-1].position == path.stat().st_size
