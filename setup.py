@@ -21,6 +21,7 @@ RUNTIME = [
     "datasets",
     "transformers",
     "wandb",
+    "tensorboard",
     "matplotlib",
     "xxhash",
     "zstandard",

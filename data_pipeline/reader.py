@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.binformat import HEADER_BYTES, BinHeader, read_header
 from data_pipeline.errors import DataError
-from data_pipeline.manifest import MANIFEST_FILE, read_manifest
+from data_pipeline.manifest import MANIFEST_FILE, MANIFEST_HASH_FILE, read_manifest
 
 # Parts that are held open: far below the usual limit of 1,024 descriptors per process.
 _MAX_OPEN_PARTS = 128
@@ -67,6 +67,10 @@ def open_dataset(path: str | Path, split: str, sequence_length: int) -> "TokenWi
         raise DataError(f"{path}: no such data set; make it with: {make}")
     if (path / MANIFEST_FILE).exists():
         info, parts = _from_manifest(path, split)
+    elif (path / MANIFEST_HASH_FILE).exists():
+        raise DataError(
+            f"{path}: {MANIFEST_FILE} is gone, though {MANIFEST_HASH_FILE} is there; make it again with: {make}"
+        )
     elif any(path.glob("*_train_*.bin")) or any(path.glob("*_val_*.bin")):
         info, parts = _from_foreign_parts(path, split)
     else:

@@ -38,7 +38,7 @@ def main() -> int:
             options.top_k,
             options.seed,
         )
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, ValueError, IndexError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(text)

@@ -29,11 +29,11 @@ class Section(BaseModel):
 class RunSection(Section):
     """Identity of the run and how it starts."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]*$", max_length=200)]
     """Name of the run; its folder is `output_dir/name`."""
     output_dir: str = "runs"
     """Where run folders are made."""
-    seed: NonNegativeInt = 1337
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1337
     """Seeds initialisation, data order and dropout."""
     resume: Literal["auto", "required", "never"] = "auto"
     """auto: continue from the newest checkpoint of the run folder, else start. required: refuse to

@@ -12,7 +12,7 @@ buffers and frozen parameters, written by rank 0) and `rng`. Any reader takes an
 from whichever files hold it; no pickle, no DeepSpeed needed to read.
 """
 
-from mars_ds.checkpoint.reader import CheckpointReader, find_checkpoints, newest_checkpoint
+from mars_ds.checkpoint.reader import CheckpointReader, choose_checkpoint, find_checkpoints, newest_checkpoint
 from mars_ds.checkpoint.writer import write_checkpoint
 
-__all__ = ["CheckpointReader", "find_checkpoints", "newest_checkpoint", "write_checkpoint"]
+__all__ = ["CheckpointReader", "choose_checkpoint", "find_checkpoints", "newest_checkpoint", "write_checkpoint"]

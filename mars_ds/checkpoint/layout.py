@@ -13,6 +13,7 @@ MASTER = "master"
 MODULE = "module"
 RNG = "rng"
 SEPARATOR = "|"
+STEP_PATTERN = "step_" + "[0-9]" * 8
 
 
 @dataclass(frozen=True)

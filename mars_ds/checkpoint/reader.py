@@ -11,24 +11,43 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from mars_ds.checkpoint.layout import FORMAT_VERSION, INDEX, MARKER, MASTER, MODULE, Slice, sha256_of
+from mars_ds.checkpoint.layout import (
+    FORMAT_VERSION,
+    INDEX,
+    MARKER,
+    MASTER,
+    MODULE,
+    STEP_PATTERN,
+    Slice,
+    sha256_of,
+)
 from mars_ds.errors import CheckpointError
 
 
 def find_checkpoints(root: Path) -> list[Path]:
     """Committed checkpoints under `root`, oldest first."""
-    return sorted(path for path in root.glob("step_*") if (path / MARKER).exists())
+    return sorted(path for path in root.glob(STEP_PATTERN) if (path / MARKER).exists())
 
 
-def newest_checkpoint(root: Path) -> Path | None:
-    """The newest committed checkpoint whose index is intact, or None."""
+def choose_checkpoint(root: Path) -> tuple[Path | None, list[str]]:
+    """The newest committed checkpoint whose index and files are there, and what is wrong with newer ones.
+
+    File contents are hashed when it is loaded, not here.
+    """
+    passed_over: list[str] = []
     for path in reversed(find_checkpoints(root)):
         try:
             CheckpointReader(path)
-        except CheckpointError:
+        except CheckpointError as error:
+            passed_over.append(str(error))
             continue
-        return path
-    return None
+        return path, passed_over
+    return None, passed_over
+
+
+def newest_checkpoint(root: Path) -> Path | None:
+    """The newest intact checkpoint under `root`, or None."""
+    return choose_checkpoint(root)[0]
 
 
 class CheckpointReader:
@@ -51,8 +70,12 @@ class CheckpointReader:
             found = find_checkpoints(self.folder / "checkpoints") or find_checkpoints(self.folder)
             hint = f"; nearest: {found[-1]}" if found else ""
             raise CheckpointError(f"{self.folder}: not a checkpoint (no {MARKER} marker){hint}")
-        text = (self.folder / INDEX).read_bytes()
-        if hashlib.sha256(text).hexdigest() != (self.folder / MARKER).read_text().strip():
+        try:
+            text = (self.folder / INDEX).read_bytes()
+            marker = (self.folder / MARKER).read_bytes().strip().decode("ascii", "replace")
+        except OSError as error:
+            raise CheckpointError(f"{self.folder}: damaged ({error})") from error
+        if hashlib.sha256(text).hexdigest() != marker:
             raise CheckpointError(f"{self.folder / INDEX}: damaged (its hash is not the one in {MARKER})")
         self.index: dict[str, Any] = json.loads(text)
         if self.index.get("version") != FORMAT_VERSION:
@@ -64,7 +87,10 @@ class CheckpointReader:
             if not path.is_file() or path.stat().st_size != facts["bytes"]:
                 raise CheckpointError(f"{path}: missing or not {facts['bytes']} bytes long")
             if verify and sha256_of(path) != facts["sha256"]:
-                raise CheckpointError(f"{path}: damaged (its hash is not the one in the index)")
+                raise CheckpointError(
+                    f"{path}: damaged (its hash is not the one in the index); remove {self.folder} to continue from "
+                    "an earlier checkpoint"
+                )
         self._slices: dict[tuple[str, str], list[Slice]] = defaultdict(list)
         for entry in self.index["slices"]:
             self._slices[entry["name"], entry["buffer"]].append(Slice(**entry))

@@ -21,6 +21,7 @@ from mars_ds.checkpoint.layout import (
     sync_file,
     write_durably,
 )
+from mars_ds.checkpoint.reader import find_checkpoints
 from mars_ds.errors import CheckpointError
 
 # (buffer, parameter name, first element, flat values)
@@ -45,16 +46,23 @@ def write_checkpoint(root: Path, step: int, held: Held, description: Mapping[str
     rank, world_size = dist.get_rank(), dist.get_world_size()
     final = step_folder(root, step)
     temporary = root / f".writing_{final.name}"
+    report: dict[str, Any] = {}
     if rank == 0:
-        root.mkdir(parents=True, exist_ok=True)
-        # Left by a writer that was killed; a folder without the marker is not a checkpoint either.
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            # Left by a writer that was killed; a folder without the marker is not a checkpoint either.
+            for left in root.glob(".writing_*"):
+                shutil.rmtree(left, ignore_errors=True)
+            temporary.mkdir()
+        except OSError as error:
+            report = {"error": f"rank 0: {error}"}
     dist.barrier()
+    # Every rank goes through its slices, since making them may be collective.
     try:
-        report: dict[str, Any] = _write_rank_file(temporary, rank, held)
+        written = _write_rank_file(temporary, rank, held)
+        report = report or written
     except Exception as error:
-        report = {"error": f"rank {rank}: {error}"}
+        report = report or {"error": f"rank {rank}: {error}"}
     reports: list[Any] = [None] * world_size
     dist.all_gather_object(reports, report)
     outcome: list[str | None] = [next((r["error"] for r in reports if "error" in r), None)]
@@ -110,12 +118,13 @@ def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]], descrip
     write_durably(final / MARKER, sha256_of(final / INDEX) + "\n")
 
 
-def prune(root: Path, keep_last: int) -> list[Path]:
-    """Deletes all but the newest `keep_last` committed checkpoints; rank 0 only.
+def prune(root: Path, keep_last: int, newest: Path) -> list[Path]:
+    """Deletes all but the last `keep_last` committed checkpoints up to `newest`; rank 0 only.
 
-    The marker goes first, so that a half-deleted folder is never taken for a checkpoint.
+    Later ones than `newest` are not this run's to judge: they are damaged, or the run went back on purpose. The
+    marker goes first, so that a half-deleted folder is never taken for a checkpoint.
     """
-    committed = sorted(path for path in root.glob("step_*") if (path / MARKER).exists())
+    committed = [path for path in find_checkpoints(root) if path.name <= newest.name]
     removed = committed[:-keep_last]
     for path in removed:
         (path / MARKER).unlink()

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from mars_ds.config import RunConfig
+from mars_ds.errors import ConfigError
 from mars_ds.planning.batch import BatchPlan
 
 
@@ -43,7 +44,50 @@ def deepspeed_config(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
         generated["bf16"] = {"enabled": True}
     generated["data_types"] = {"grad_accum_dtype": names[precision.accumulation_dtype]}
     generated["communication_data_type"] = names[precision.accumulation_dtype]
+    _refuse_contradictions(generated, config.deepspeed)
     return _laid_over(generated, config.deepspeed)
+
+
+# Raw keys that a section of ours decides: the plan, the data order or the log would no longer be true.
+OURS = {
+    "train_batch_size": "batch.global_batch_sequences",
+    "train_micro_batch_size_per_gpu": "batch.micro_batch",
+    "gradient_accumulation_steps": "batch.global_batch_sequences",
+    "gradient_clipping": "batch.gradient_clipping",
+    "bf16": "precision.dtype",
+    "fp16": "precision.dtype",
+    "data_types": "precision.accumulation_dtype",
+    "communication_data_type": "precision.accumulation_dtype",
+    "zero_optimization.stage": "zero.stage",
+    "zero_optimization.offload_optimizer": "zero.offload",
+    "zero_optimization.offload_param": "zero.offload",
+    "zero_optimization.sub_group_size": "zero.sub_group_elements",
+    "zero_optimization.reduce_bucket_size": "zero.reduce_bucket_elements",
+}
+
+
+def _refuse_contradictions(generated: dict[str, Any], raw: dict[str, Any], prefix: str = "") -> None:
+    """Refuses raw DeepSpeed keys that contradict a section of ours.
+
+    Raises:
+        ConfigError: Naming the raw key and the key to set instead.
+    """
+    for key, value in raw.items():
+        dotted = prefix + key
+        inner = generated.get(key)
+        if dotted in OURS and not _is_within(value, inner):
+            raise ConfigError(f"deepspeed.{dotted}: set {OURS[dotted]} instead, which decides it (now {inner!r})")
+        if isinstance(inner, dict) and not isinstance(value, dict):
+            raise ConfigError(f"deepspeed.{dotted}: expected a mapping, got {value!r}")
+        if isinstance(inner, dict) and dotted not in OURS:
+            _refuse_contradictions(inner, value, f"{dotted}.")
+
+
+def _is_within(value: Any, generated: Any) -> bool:
+    """True when a raw value adds to what is generated without changing any of it."""
+    if isinstance(value, dict) and isinstance(generated, dict):
+        return all(_is_within(value[key], generated[key]) for key in value.keys() & generated.keys())
+    return bool(value == generated)
 
 
 def _laid_over(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from data_pipeline import DataError
 from mars_ds.config import RunConfig, load_config
@@ -79,8 +80,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _train(config: RunConfig, command: str) -> None:
+    import torch.distributed as dist
+
     from mars_ds.telemetry.report import write_report
-    from mars_ds.training.run_folder import open_run_folder
+    from mars_ds.training.run_folder import hold, open_run_folder
     from mars_ds.training.trainer import Trainer
     from mars_ds.zero.distributed import join, launch_environment
 
@@ -90,17 +93,42 @@ def _train(config: RunConfig, command: str) -> None:
     printed(_plan_text(config, world_size))
     batch = plan_batch(config.global_batch, config.batch.micro_batch, world_size)
     folder = open_run_folder(config)
+    for problem in folder.passed_over:
+        printed(f"passed over a damaged checkpoint: {problem}")
     join()
+    lock = agree(lambda: hold(folder) if dist.get_rank() == 0 else None)
     trainer = Trainer(config, batch, folder, printed)
     if trainer.step >= config.schedule.steps:
-        printed(f"nothing to do: {folder.path} has all {config.schedule.steps} steps; raise schedule.steps to go on")
-        return
-    printed(f"run folder {folder.path}; if it stops, the same command continues it:\n  {command}")
-    outcome = trainer.train()
-    if _rank() == 0:
-        report = write_report(folder.path)
+        printed(f"nothing to do: {folder.path} is at step {trainer.step}; raise schedule.steps to go on")
+    else:
+        printed(f"run folder {folder.path}; if it stops, the same command continues it:\n  {command}")
+        outcome = trainer.train()
         printed(f"done: {outcome.steps} steps, validation loss {_number(outcome.validation_loss)}")
+    if dist.get_rank() == 0:
+        # Also after a run that was killed between its last checkpoint and its report.
+        report = write_report(folder.path)
         printed(f"report     {report}\ncheckpoint {_newest(folder.checkpoints)}\ncontinue   {command}")
+    if lock is not None:
+        lock.close()
+    # Ranks leave together: a launcher ends the others when one of them goes first and is slow to close.
+    dist.barrier()
+
+
+def agree(action: Callable[[], Any]) -> Any:
+    """Runs `action` on this rank and raises its `ConfigError` on every rank, so that none waits for another."""
+    import torch.distributed as dist
+
+    result, message = None, None
+    try:
+        result = action()
+    except ConfigError as error:
+        message = str(error)
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    found = next((m for m in messages if m is not None), None)
+    if found is not None:
+        raise ConfigError(found)
+    return result
 
 
 def _plan_only(config: RunConfig, world_size: int) -> str:

@@ -100,8 +100,10 @@ def _from_factory(config: RunConfig, device: str | None) -> TrainableModel:
     try:
         with torch.device(device) if device else torch.device("cpu"):
             module = factory(**config.model.factory_arguments)
-    except TypeError as error:
-        raise ConfigError(f"model.factory_arguments: {config.model.factory} refuses them: {error}") from error
+    except Exception as error:
+        raise ConfigError(
+            f"model.factory_arguments: {config.model.factory} fails with them: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(module, nn.Module):
         raise ConfigError(f"model.factory: {config.model.factory} returned {type(module).__name__}, not a module")
     find_embedding = getattr(module, "get_input_embeddings", None)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from mars_ds.config import RunConfig
+from mars_ds.errors import ConfigError
 from mars_ds.telemetry.console import StepLine, first_loss_line, format_count, step_header, step_line
 from mars_ds.telemetry.devices import mfu
 from mars_ds.telemetry.jsonl import JsonlLog
@@ -49,7 +50,11 @@ class Progress:
         self.print = printed
         self.first_step = first_step
         self.log = JsonlLog(folder / "log.jsonl")
-        self.log.resume(first_step)
+        # From the start there is nothing to keep: also what was evaluated at step 0 comes again.
+        try:
+            self.log.resume(first_step or -1)
+        except ValueError as error:
+            raise ConfigError(f"{error}; move the file away to go on without what it holds") from error
         self._loss_statistics, self._norm_statistics = RunningZScore(), RunningZScore()
         self._clipped, self._logged = 0, 0
         self._device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"

@@ -1,15 +1,20 @@
 """The folder of a run: what lies where, and whether this start is a new run or a resume."""
 
+import fcntl
+import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
-from mars_ds.checkpoint import CheckpointReader, newest_checkpoint
+from mars_ds.checkpoint import CheckpointReader, choose_checkpoint
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
 
 LOG_NAME = "log.jsonl"
 CONFIG_NAME = "config.yaml"
 CARD_NAME = "optimizer_card.txt"
+LOCK_NAME = ".lock"
 
 
 @dataclass(frozen=True)
@@ -19,10 +24,12 @@ class RunFolder:
     Attributes:
         path: The folder.
         resume_from: Checkpoint to continue from, or None for a new run.
+        passed_over: What is wrong with newer checkpoints than that.
     """
 
     path: Path
     resume_from: Path | None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def checkpoints(self) -> Path:
@@ -42,18 +49,45 @@ def open_run_folder(config: RunConfig) -> RunFolder:
         ConfigError: `resume: required` without a checkpoint, or `resume: never` into a used folder.
     """
     path = config.run_dir
-    newest = newest_checkpoint(path / "checkpoints")
+    newest, passed_over = choose_checkpoint(path / "checkpoints")
     if config.run.resume == "required" and newest is None:
-        raise ConfigError(f"run.resume is required, but {path / 'checkpoints'} holds no committed checkpoint")
-    if config.run.resume == "never":
-        if (path / LOG_NAME).exists() or newest is not None:
-            raise ConfigError(
-                f"run.resume is never, but {path} already holds a run; choose another run.name, or resume: auto"
-            )
-        newest = None
-    if newest is not None and config.run.init_from is not None:
-        # The start of the run is behind us: its weights are in the checkpoint.
-        return RunFolder(path, newest)
+        raise ConfigError(f"run.resume is required, but {path / 'checkpoints'} holds no intact checkpoint")
+    if config.run.resume == "never" and ((path / LOG_NAME).exists() or newest is not None or passed_over):
+        raise ConfigError(
+            f"run.resume is never, but {path} already holds a run; choose another run.name, or resume: auto"
+        )
+    if newest is None and passed_over:
+        raise ConfigError(
+            f"{path / 'checkpoints'}: no checkpoint is intact, and starting over would lose the run: {passed_over[0]}; "
+            "move the folder away, or choose another run.name"
+        )
     if newest is None and config.run.init_from is not None:
         CheckpointReader(config.run.init_from)
-    return RunFolder(path, newest)
+    return RunFolder(path, newest, tuple(passed_over))
+
+
+def hold(folder: RunFolder) -> IO[str]:
+    """Makes the run folder and locks it, so that two runs cannot write into one; rank 0 only.
+
+    Returns:
+        The open lock file; the lock ends with it, also when the process is killed.
+
+    Raises:
+        ConfigError: Another process holds it, or the folder cannot be made.
+    """
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        lock = (folder.path / LOCK_NAME).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: {folder.path} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise ConfigError(f"{folder.path}: in use by {holder}; wait for it, or choose another run.name") from error
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    lock.flush()
+    return lock

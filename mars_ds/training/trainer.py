@@ -94,7 +94,7 @@ class Trainer:
                 self._log_step(progress, loss, lr)
             if self._is_due(self.config.evaluation.interval_steps):
                 result = self._evaluate(progress)
-            if self._is_due(self.config.checkpoint.interval_steps):
+            if self._is_due(self.config.checkpoint.interval_steps) and self._is_healthy(loss):
                 self._save(progress)
         outcome = Outcome(self.step, result.loss if result else None)
         state = self.loader.state()
@@ -162,11 +162,21 @@ class Trainer:
         self.print(f"step {self.step}: gradient is not finite; the update was skipped ({self.skipped_steps} in all)")
         if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise ConfigError(
-                f"step {self.step}: {MAX_SKIPPED_IN_A_ROW} updates in a row were skipped for non-finite gradients; "
-                "resume from the last checkpoint with a lower optimizer.lr or a longer schedule.warmup_steps"
+                f"step {self.step}: {MAX_SKIPPED_IN_A_ROW} updates in a row were skipped for non-finite gradients; the "
+                f"last checkpoint in {self.folder.checkpoints} is older: continue from it with a lower optimizer.lr"
             )
 
+    def _is_healthy(self, loss: torch.Tensor) -> bool:
+        """False after a skipped update or with a loss that is not finite: such a state must not replace a good one."""
+        finite = torch.isfinite(loss).to(torch.int32)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        healthy = bool(finite) and self._skipped_in_a_row == 0
+        if not healthy:
+            self.print(f"step {self.step}: not saved, because its loss or gradient is not finite")
+        return healthy
+
     def _log_step(self, progress: Progress | None, loss: torch.Tensor, lr: float) -> None:
+        loss = loss.clone()
         dist.all_reduce(loss)
         if progress:
             extra = {"epoch": self.loader.epoch(), "skipped_steps": self.skipped_steps}
@@ -191,13 +201,18 @@ class Trainer:
         }
         path = save_checkpoint(self.engine, self.folder.checkpoints, self.step, extra)
         if progress and resume:
-            prune(self.folder.checkpoints, self.config.checkpoint.keep_last)
+            prune(self.folder.checkpoints, self.config.checkpoint.keep_last, path)
             self.print(f"step {self.step}: checkpoint {path}")
             resume()
 
     def _load(self) -> None:
         if self.folder.resume_from is not None:
             reader = load_checkpoint(self.engine, self.folder.resume_from, group_settings=False)
+            if "data" not in reader.index:
+                raise ConfigError(
+                    f"{reader.folder}: was not written by this trainer and has no data position; to take its weights, "
+                    "start a new run with run.init_from"
+                )
             self.loader.load_state(reader.index["data"])
             self.step = reader.step
             self.skipped_steps = reader.index["trainer"]["skipped_steps"]

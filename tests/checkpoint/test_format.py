@@ -84,6 +84,6 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     for step in (1, 2, 3, 4):
         write(tmp_path / f"step_{step:08d}")
     (tmp_path / "step_00000004" / MARKER).unlink()
-    removed = prune(tmp_path, keep_last=2)
+    removed = prune(tmp_path, keep_last=2, newest=tmp_path / "step_00000003")
     assert [p.name for p in removed] == ["step_00000001"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_00000002", "step_00000003", "step_00000004"]

@@ -176,3 +176,10 @@ def test_memory_does_not_grow(tmp_path: Path) -> None:
 def resident_bytes() -> int:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_lost_manifest_does_not_turn_a_data_set_into_somebody_elses(tmp_path: Path) -> None:
+    write_part(tmp_path / "d", "x_train_000000.bin", list(range(4 * T)))
+    (tmp_path / "d" / "manifest.sha256").write_text("0" * 64 + "  manifest.json\n")
+    with pytest.raises(DataError, match=r"manifest\.json is gone"):
+        open_dataset(tmp_path / "d", "train", T)

@@ -95,6 +95,39 @@ def test_a_pattern_that_names_no_parameter(refused) -> None:
     assert "optimizer.overrides" in refused("optimizer.overrides={transformer.h.0.*: {lrr: 1.0}}")
 
 
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("deepspeed.gradient_accumulation_steps=3", "batch.global_batch_sequences"),
+        ("deepspeed.train_micro_batch_size_per_gpu=1", "batch.micro_batch"),
+        ("deepspeed.zero_optimization.stage=3", "zero.stage"),
+        ("deepspeed.zero_optimization.offload_optimizer={device: cpu}", "zero.offload"),
+        ("deepspeed.bf16.enabled=true", "precision.dtype"),
+        ("deepspeed.gradient_clipping=0.5", "batch.gradient_clipping"),
+        ("deepspeed.zero_optimization=3", "expected a mapping"),
+    ],
+)
+def test_a_raw_key_that_contradicts_a_section(refused, override: str, ours: str) -> None:
+    assert ours in refused(override)
+
+
+def test_a_folder_in_use_and_one_that_cannot_be_made(config_file: Path) -> None:
+    from mars_ds.config import load_config
+    from mars_ds.errors import ConfigError
+    from mars_ds.training.run_folder import hold, open_run_folder
+
+    folder = open_run_folder(load_config(config_file))
+    first = hold(folder)
+    with pytest.raises(ConfigError, match=r"in use by process \d+ on "):
+        hold(folder)
+    first.close()
+    hold(folder).close()
+    blocked = config_file.parent / "file"
+    blocked.write_text("")
+    with pytest.raises(ConfigError, match=r"run\.output_dir: .* cannot be written"):
+        hold(open_run_folder(load_config(config_file, [f"run.output_dir={blocked}"])))
+
+
 def test_compile_without_a_compiler(refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -102,7 +135,7 @@ def test_compile_without_a_compiler(refused, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_resume_required_without_a_checkpoint(refused) -> None:
-    assert "holds no committed checkpoint" in refused("run.resume=required")
+    assert "holds no intact checkpoint" in refused("run.resume=required")
 
 
 def test_other_ranks_say_nothing(config_file: Path, capsys, monkeypatch) -> None:
@@ -126,6 +159,12 @@ def test_a_checkpoint_of_another_model_and_a_used_folder(refused, config_file: P
     assert "has no exp_avg_sq of" in refused("optimizer.kind=mars-adamw", "optimizer.ns_dtype=null")
     assert "with seed 3, this run has 4" in refused("run.seed=4")
     assert "already holds a run" in refused("run.resume=never")
+    # A damaged checkpoint is never a reason to start over and lose the run.
+    index = run / "checkpoints" / "step_00000002" / "index.json"
+    whole = index.read_bytes()
+    index.write_bytes(whole[:-9])
+    assert "no checkpoint is intact, and starting over would lose the run" in refused()
+    index.write_bytes(whole)
     other = config_file.parent / "other"
     shutil.copytree(config_file.parent / "runs" / "tiny" / "checkpoints" / "step_00000002", other)
     (other / "COMPLETE").unlink()
