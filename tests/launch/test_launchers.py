@@ -106,3 +106,18 @@ def test_environment_of_each_launcher() -> None:
     }
     with pytest.raises(LaunchError, match="MASTER_ADDR"):
         launch_environment({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+
+
+def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from mars_ds.zero.distributed import LaunchError, refuse_unusable_gpu
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("os.path.exists", lambda path: path == "/proc/driver/nvidia/version")
+    with pytest.raises(LaunchError, match="an NVIDIA driver is loaded but torch .* cannot use it"):
+        refuse_unusable_gpu()
+    # On the CPU on purpose.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    refuse_unusable_gpu()
