@@ -116,7 +116,7 @@ def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("os.path.exists", lambda path: path == "/proc/driver/nvidia/version")
-    with pytest.raises(LaunchError, match="an NVIDIA driver is loaded but torch .* cannot use it"):
+    with pytest.raises(LaunchError, match=r"an NVIDIA driver is loaded but torch .* cannot use it"):
         refuse_unusable_gpu()
     # On the CPU on purpose.
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
