@@ -1,6 +1,6 @@
 """Takes the state out of a live engine as named slices, and puts named slices into one."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import deepspeed
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mars_ds.checkpoint.layout import MASTER, MODULE, RNG
 from mars_ds.checkpoint.reader import CheckpointReader
 from mars_ds.errors import CheckpointError
+from mars_ds.optim import Fragment
 from mars_ds.optim.state import BUFFERS
 from mars_ds.zero.initialize import optimizer_of, sharding_of
 
@@ -18,6 +19,11 @@ from mars_ds.zero.initialize import optimizer_of, sharding_of
 HYPER_PARAMETERS = {
     "lr", "lr_factor", "betas", "momentum", "eps", "weight_decay", "gamma", "clip_threshold", "gradient_scale"
 }  # fmt: skip
+
+
+# Exact mode between two steps: a next gradient is captured, was dropped, or the coming step starts with c = g.
+EXACT_FLAGS = ("captured", "dropped", "restart")
+SCALARS = ("step", *EXACT_FLAGS)
 
 
 def held_slices(engine: Any) -> Iterator[tuple[str, str, int, Tensor]]:
@@ -48,13 +54,14 @@ def held_slices(engine: Any) -> Iterator[tuple[str, str, int, Tensor]]:
 def describe(engine: Any) -> dict[str, Any]:
     """What the index says of the state: shapes, group settings and scalars by name."""
     optimizer, sharding = optimizer_of(engine), sharding_of(engine)
-    steps = {
-        fragment.name: int(optimizer.state[tensor]["step"])
+    mine = {
+        fragment.name: {key: int(optimizer.state[tensor].get(key, 0)) for key in SCALARS}
         for tensor, local in sharding.local_shards.items()
         for fragment in local.shard.fragments
     }
     gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, steps)
+    dist.all_gather_object(gathered, mine)
+    scalars = {name: values for part in gathered for name, values in part.items()}
     return {
         "optimizer": optimizer.config.model_dump(mode="json", exclude_none=True),
         "zero_stage": engine.zero_optimization_stage(),
@@ -64,7 +71,7 @@ def describe(engine: Any) -> dict[str, Any]:
             {key: value for key, value in group.items() if key not in ("params", "shapes")}
             for group in optimizer.param_groups
         ],
-        "scalars": {"step": {name: step for part in gathered for name, step in part.items()}},
+        "scalars": {key: {name: values[key] for name, values in scalars.items()} for key in SCALARS},
     }
 
 
@@ -96,7 +103,8 @@ def restore(engine: Any, reader: CheckpointReader, *, weights_only: bool = False
                     )
                 fragment.view(flat).copy_(reader.read(fragment.name, buffer, fragment.start, fragment.numel))
         if not weights_only:
-            state["step"] = _common_step(reader, local.shard.fragments, state["step"])
+            state["step"] = _common(reader, "step", local.shard.fragments, reader.step)
+            state |= {flag: bool(_common(reader, flag, local.shard.fragments, 0)) for flag in EXACT_FLAGS}
     _restore_module_tensors(engine, reader)
     refresh_weights(engine)
 
@@ -177,11 +185,12 @@ def refresh_weights(engine: Any) -> None:
                 p.data.copy_(master.data)
 
 
-def _common_step(reader: CheckpointReader, fragments: Any, default: int) -> int:
-    steps = {reader.index["scalars"]["step"][fragment.name] for fragment in fragments}
-    if len(steps) > 1:
-        raise CheckpointError(f"{reader.folder}: parameters of one group have applied steps {sorted(steps)}")
-    return int(steps.pop()) if steps else reader.step if default == 0 else default
+def _common(reader: CheckpointReader, scalar: str, fragments: Sequence[Fragment], padding: int) -> int:
+    """The value that all parameters of one flat tensor had; `padding` for a rank that holds nothing else."""
+    values = {int(reader.index["scalars"][scalar][fragment.name]) for fragment in fragments}
+    if len(values) > 1:
+        raise CheckpointError(f"{reader.folder}: parameters of one group have {scalar} {sorted(values)}")
+    return values.pop() if values else padding
 
 
 def _shapes(engine: Any) -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 Nothing is shared with the fast path except the tables of kinds and coefficients: no fragments, no flat
 views, no batching.
-`ReferenceOptimizer` keeps a plain dict of whole-tensor state per parameter.
+The caller keeps a plain dict of whole-tensor state per parameter.
 """
 
 import math

@@ -7,7 +7,6 @@ matrix comes together. `WholeTensors` is the one-device case; `mars_ds.zero.bind
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 from torch import Tensor
@@ -37,11 +36,6 @@ class Fragment:
     def stop(self) -> int:
         """One past the last element within the flattened parameter."""
         return self.start + self.numel
-
-    @property
-    def is_whole(self) -> bool:
-        """True when the fragment is the entire parameter."""
-        return self.numel == prod(self.shape)
 
     def view(self, flat: Tensor) -> Tensor:
         """This fragment's elements of a flat tensor laid out like the shard."""

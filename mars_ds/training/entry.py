@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from data_pipeline import DataError
@@ -180,7 +181,7 @@ def _command(options: argparse.Namespace) -> str:
     return f"python {script} {arguments}"
 
 
-def _newest(folder) -> str:  # type: ignore[no-untyped-def]
+def _newest(folder: Path) -> str:
     from mars_ds.checkpoint import newest_checkpoint
 
     return str(newest_checkpoint(folder))

@@ -142,6 +142,36 @@ def same_world(rank: int, world_size: int, folder: str) -> dict[str, bool]:
     return found
 
 
+def flags(rank: int, world_size: int, folder: str) -> list[set[bool]]:
+    """Exact mode saved between two steps: whether the coming step starts with c = g travels too."""
+    import mars_ds
+    from mars_ds.checkpoint.api import load_checkpoint, save_checkpoint
+
+    cases.join_quietly()
+    config = cases.optimizer_config("mars-m", mode="exact")
+    found = []
+    for value in (True, False):
+        first = mars_ds.initialize(cases.Toy(), config, cases.Wrapper(1, "fp32", "fp32").config(world_size))
+        for state in first.mars.state.values():
+            if "next_grad" in state:
+                state["restart"] = value
+        save_checkpoint(first, f"{folder}/{value}", 1)
+        second = mars_ds.initialize(cases.Toy(), config, cases.Wrapper(3, "fp32", "fp32").config(world_size))
+        load_checkpoint(second, f"{folder}/{value}")
+        held = {
+            second.mars.state[tensor]["restart"]
+            for tensor, local in second.mars_sharding.local_shards.items()
+            if "next_grad" in second.mars.state[tensor] and local.shard.fragments
+        }
+        found.append(held)
+    return found
+
+
+def test_flags_of_exact_mode_travel(tmp_path: Path) -> None:
+    for rank in run_on_ranks(2, flags, str(tmp_path)):
+        assert rank == [{True}, {False}]
+
+
 def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(
         torch.equal(a[k], b[k]) if isinstance(a[k], Tensor) else a[k] == b[k] for k in a
