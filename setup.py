@@ -25,8 +25,11 @@ RUNTIME = [
     "matplotlib",
     "xxhash",
     "zstandard",
+    "huggingface_hub",
+    "httpx2",
 ]
-DEVELOPMENT = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit"]
+FAST = ["gigatoken", "fastokens"]
+DEVELOPMENT = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit", "megatron-core"]
 
 
 def pinned(names: list[str]) -> list[str]:
@@ -50,5 +53,5 @@ setup(
     packages=find_packages(include=["mars_ds*", "data_pipeline*"]),
     package_data={"mars_ds": ["py.typed"], "data_pipeline": ["py.typed"]},
     install_requires=pinned(RUNTIME),
-    extras_require={"dev": pinned(DEVELOPMENT)},
+    extras_require={"dev": pinned(DEVELOPMENT + FAST), "fast": pinned(FAST)},
 )

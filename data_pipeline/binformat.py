@@ -123,17 +123,20 @@ def read_header(path: Path) -> BinHeader:
     return header
 
 
-def document_tokens(ids: NDArray[np.uint32], eot_id: int, vocab_size: int, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """One document as stored: end-of-text, then its ids, in the part's dtype.
+def stored_documents(
+    ids: NDArray[np.uint32], offsets: NDArray[np.int64], eot_id: int, vocab_size: int, dtype: np.dtype[Any]
+) -> NDArray[Any]:
+    """Documents as stored: before the ids of each its end-of-text, in the part's dtype.
 
     Args:
-        ids: the tokenizer's ids, shape ``(tokens,)``.
+        ids: the tokenizer's ids of all documents, joined, shape ``(tokens,)``.
+        offsets: document ``i`` is ``ids[offsets[i]:offsets[i + 1]]``, shape ``(documents + 1,)``.
         eot_id: end-of-text id.
         vocab_size: every id must lie below it.
         dtype: dtype of the part.
 
     Returns:
-        Shape ``(tokens + 1,)``.
+        Shape ``(tokens + documents,)``.
 
     Raises:
         ValueError: an id lies outside the vocabulary (a cast would wrap it silently), or is end-of-text.
@@ -142,10 +145,14 @@ def document_tokens(ids: NDArray[np.uint32], eot_id: int, vocab_size: int, dtype
         raise ValueError(f"token id {int(ids.max())} is outside the vocabulary of {vocab_size}")
     if bool((ids == eot_id).any()):
         raise ValueError("the text produced the end-of-text id")
-    document = np.empty(ids.size + 1, dtype=dtype)
-    document[0] = eot_id
-    document[1:] = ids
-    return document
+    num_documents = len(offsets) - 1
+    stored = np.empty(ids.size + num_documents, dtype=dtype)
+    is_text = np.ones(stored.size, dtype=bool)
+    starts = offsets[:-1] + np.arange(num_documents)
+    is_text[starts] = False
+    stored[starts] = eot_id
+    stored[is_text] = ids
+    return stored
 
 
 def idx_bytes(lengths: NDArray[np.int32], itemsize: int) -> bytes:

@@ -1,33 +1,63 @@
-"""``prepare``: sources to a finished data set, by any number of processes, resumable after any death."""
+"""``prepare``: sources to a finished data set, by any number of processes and nodes, resumable after any death."""
 
-import fcntl
+import errno
 import os
 import shutil
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
-from typing import TextIO
+from typing import Literal, TextIO
 
-from data_pipeline.binformat import read_header
-from data_pipeline.durable import write_atomic
+from data_pipeline.binformat import read_header, token_dtype
+from data_pipeline.claims import Claims, wait_briefly
+from data_pipeline.engines import AUTO, REFERENCE, choose_engine, installed_engines, self_test
 from data_pipeline.errors import DataError
 from data_pipeline.finish import finish, unit_directory
-from data_pipeline.manifest import MANIFEST_FILE, Manifest, read_manifest
-from data_pipeline.plan import BuildOptions, Plan, TokenizerIdentity, make_plan
+from data_pipeline.hub.fetch import FETCH_THREADS, Fetcher
+from data_pipeline.hub.listing import describe, is_hub_spec
+from data_pipeline.hub.space import check_space
+from data_pipeline.manifest import Manifest, read_manifest
+from data_pipeline.plan import BYTES_PER_TOKEN, BuildOptions, Plan, TokenizerIdentity, make_plan
 from data_pipeline.progress import Progress, Reading
-from data_pipeline.sources import find_sources
+from data_pipeline.sources import FoundFile, SourceFile, find_sources, hash_sources
 from data_pipeline.tokenizer import Tokenizer, load_tokenizer
-from data_pipeline.unit import Board, UnitTask, run_unit
+from data_pipeline.unit import Board, UnitTask
+from data_pipeline.workers import EncoderNames, InlineWorkers, WorkerPool, Workers
+from data_pipeline.workspace import WORK_DIRECTORY, Workspace
 
-WORK_DIRECTORY = ".build"
-PLAN_FILE = "plan.json"
+DEFAULT_MAX_QUARANTINED = 0.01
+DOWNLOAD_DIRECTORY = "downloads"
+_FINISH_CLAIM = "finish"
+_POLL_SECONDS = 0.5
+
+__all__ = ["WORK_DIRECTORY", "BuildResult", "Execution", "prepare"]
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How to do the work; nothing of it has an effect on a single byte of the output.
+
+    Attributes:
+        engine: ``auto`` or a name; see `choose_engine`.
+        verify: ``sample`` encodes a part of the documents again by the reference, ``full`` all of them by a second
+            engine.
+        max_quarantined: share of rows that may be quarantined, beyond which the build fails.
+        rank: this process among ``world`` on all nodes: where it starts in the list of units.
+        world: how many there are; any number may join or leave.
+        download_dir: where files of hub sources go; by default ``downloads`` beside the output.
+        delete_downloads: delete them once all of their units are done.
+    """
+
+    engine: str = AUTO
+    verify: Literal["sample", "full"] = "sample"
+    max_quarantined: float = DEFAULT_MAX_QUARANTINED
+    rank: int = 0
+    world: int = 1
+    download_dir: Path | None = None
+    delete_downloads: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,185 +82,302 @@ def prepare(
     tokenizer: str = "gpt2",
     options: BuildOptions | None = None,
     workers: int | None = None,
+    execution: Execution | None = None,
     log: TextIO | None = None,
 ) -> BuildResult:
     """Tokenise sources into parts. The output bytes depend on the sources and options alone.
 
-    Run again after any interruption, it goes on from the units that were committed.
+    Run again after any interruption, it goes on from the units that were committed. Run at the same time by several
+    processes or nodes that share ``output``, they divide the units among them.
 
     Args:
-        specs: files, directories and glob patterns.
+        specs: files, directories, glob patterns and hub sources.
         output: directory of the data set; may hold an unfinished build of the same plan.
         tokenizer: see `load_tokenizer`.
         options: what decides the output, beside the sources and the tokenizer.
         workers: processes; by default one per processor core that this process may use.
+        execution: how to do it.
         log: where the plan and the progress are reported, by default stderr.
 
     Raises:
         DataError: a source, an option or the output directory is not usable; nothing is overwritten.
     """
-    output = Path(output)
-    log = log or sys.stderr
     options = options or BuildOptions()
+    execution = execution or Execution()
+    output = Path(output)
+    cores = len(os.sched_getaffinity(0))
     if workers is not None and workers < 1:
         raise DataError(f"--workers {workers} is out of range; expected 1 or more")
-    loaded = load_tokenizer(tokenizer)
-    log.write("finding and hashing the sources\n")
-    sources = find_sources(specs, options.text_column, options.text_documents)
-    plan = make_plan(sources, TokenizerIdentity.of(loaded), options)
-    with _locked(output):
-        work = output / WORK_DIRECTORY
-        up_to_date = _is_finished(plan, output)
-        if not up_to_date:
-            _open_work(plan, output, work)
-            _run_units(plan, work, tokenizer, loaded, workers or len(os.sched_getaffinity(0)), log)
-            finish(plan, output, work)
-        shutil.rmtree(work, ignore_errors=True)
-        manifest, identity = read_manifest(output)
-    return BuildResult(manifest, identity, up_to_date)
-
-
-@contextmanager
-def _locked(output: Path) -> Iterator[None]:
-    """Make the directory and hold it against a second build on this machine; a death releases it."""
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise DataError(f"{output}: not a directory; name a new one with --output") from error
-    descriptor = os.open(output, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"{output}: another prepare is at work there; wait for it") from error
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _is_finished(plan: Plan, output: Path) -> bool:
-    """Whether ``output`` already holds this data set, whole.
-
-    Raises:
-        DataError: it holds another one, or a part of it is missing or has another size.
-    """
-    if not (output / MANIFEST_FILE).exists():
-        return False
-    manifest, _ = read_manifest(output)
-    if manifest.plan_sha256 != plan.sha256:
-        here = [(source.name, source.sha256) for source in manifest.sources]
-        asked = [(source.name, source.sha256) for source in plan.sources]
-        differences = {
-            "tokenizer": manifest.tokenizer != plan.tokenizer,
-            "options": manifest.options != plan.options,
-            "sources": here != asked,
-        }
-        what = " and ".join(name for name, differs in differences.items() if differs)
+    if not 0 <= execution.rank < execution.world:
         raise DataError(
-            f"{output}: holds another data set (other {what}); nothing was changed. Name a new "
-            "directory with --output, or delete this one first"
+            f"--rank {execution.rank} is out of range; expected 0 to {execution.world - 1} (--world less 1)"
         )
-    for part in manifest.parts:
-        read_header(output / part.file)
-    return True
-
-
-def _open_work(plan: Plan, output: Path, work: Path) -> None:
-    """Make or adopt the build's own directory, and clear what a killed run left half-done in it."""
-    plan_file = work / PLAN_FILE
-    if plan_file.exists() and plan_file.read_bytes() != plan.canonical():
-        raise DataError(
-            f"{output}: holds an unfinished build of other sources or options; nothing was changed. Name a "
-            f"new directory with --output, or delete {output} first"
-        )
-    if not plan_file.exists():
-        foreign = next((path for split in ("train", "val") for path in output.glob(f"*_{split}_*.bin")), None)
-        if foreign:
-            raise DataError(
-                f"{foreign}: the directory holds parts of another data set; nothing was changed. Name a new "
-                "directory with --output"
-            )
-        shutil.rmtree(work, ignore_errors=True)
-        work.mkdir()
-        write_atomic(plan_file, plan.canonical())
-    for stale in work.glob("*.tmp"):
-        shutil.rmtree(stale)
-
-
-def _run_units(plan: Plan, work: Path, spec: str, tokenizer: Tokenizer, workers: int, log: TextIO) -> None:
-    """Do every unit that is not committed yet."""
-    context = get_context("spawn")
-    board = Board(context, len(plan.units))
-    tasks = []
-    for number, positions in enumerate(plan.units):
-        members = tuple(plan.sources[position] for position in positions)
-        directory = unit_directory(work, number)
-        if directory.exists():
-            board.source_bytes[number] = sum(source.size_bytes for source in members)
-            continue
-        options = plan.options
-        tasks.append(UnitTask(number, members, directory, plan.part_format, options.text_column, options.val_fraction))
-    workers = min(workers, max(len(tasks), 1))
-    total_bytes = sum(source.size_bytes for source in plan.sources)
-    resumed = f", {len(plan.units) - len(tasks)} done before" if len(tasks) < len(plan.units) else ""
-    log.write(
-        f"{len(plan.sources)} source files, {total_bytes / 1e6:,.1f} MB, {len(plan.units)} units{resumed}; "
-        f"{workers} processes, tokenizer {plan.tokenizer.name}\n"
+    build = _Build(
+        loaded=load_tokenizer(tokenizer),
+        spec=tokenizer,
+        output=output,
+        options=options,
+        execution=execution,
+        workers=workers or cores,
+        log=log or sys.stderr,
     )
-    with Progress(lambda: Reading(sum(board.source_bytes), total_bytes, sum(board.tokens)), log):
-        if workers == 1:
-            for task in tasks:
-                run_unit(task, tokenizer, board)
-        else:
-            _run_pool(tasks, spec, workers, board)
-
-
-def _run_pool(tasks: list[UnitTask], spec: str, workers: int, board: Board) -> None:
-    # spawn: a fork would copy the locks of Arrow's and tiktoken's threads and could hang on them.
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (spec, board))
+    options.check(build.loaded.vocab_size)
     try:
-        with _interrupt_blocked():
-            futures = [pool.submit(_run_in_worker, task) for task in tasks]
-        for future in as_completed(futures):
-            future.result()
-    except BrokenProcessPool as error:
+        return build.run(specs)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise DataError(
-            "a worker process died (killed, or out of memory); finished units are kept: run the same command "
-            "again, with fewer --workers if memory was short"
+            f"{error.filename or output}: the disk is full; finished units are kept: free space and run the same "
+            "command again"
         ) from error
-    finally:
-        board.stop()
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
-@contextmanager
-def _interrupt_blocked() -> Iterator[None]:
-    """Start processes that never see Ctrl-C: the parent alone decides, and tells them by the board."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+@dataclass
+class _Build:
+    """One call of `prepare`."""
+
+    loaded: Tokenizer
+    spec: str
+    output: Path
+    options: BuildOptions
+    execution: Execution
+    workers: int
+    log: TextIO
+
+    def run(self, specs: Sequence[str]) -> BuildResult:
+        self._say("finding the sources")
+        found = find_sources(specs, self.options.text_column, self.options.text_documents, self._download_dir)
+        if remote := [file.remote for file in found if file.remote]:
+            self._say(describe(" ".join(filter(is_hub_spec, specs)), remote))
+        if self.options.val_split == "nanogpt" and [file.kind for file in found] == ["text"]:
+            found = [replace(found[0], kind="nanogpt-text")]
+        workspace = Workspace(self.output)
+        if workspace.is_finished:
+            self._check_finished(self._make_plan(found))
+            workspace.remove()
+            return self._result(up_to_date=True)
+        workspace.open()
+        with Claims(workspace.path) as claims:
+            identity = TokenizerIdentity.of(self.loaded)
+            plan = workspace.settle_plan(found, identity, self.options, claims, lambda: self._make_plan(found))
+            self._say(plan.describe())
+            try:
+                self._do_units(plan, workspace, claims)
+                self._finish(plan, workspace, claims)
+            except OSError:
+                # Another node has finished and removed the directory under a unit that it had taken over.
+                if not workspace.is_finished:
+                    raise
+        return self._result(up_to_date=False)
+
+    @property
+    def _download_dir(self) -> Path:
+        return self.execution.download_dir or self.output.with_name(f"{self.output.name}-{DOWNLOAD_DIRECTORY}")
+
+    @property
+    def _files_ahead(self) -> int:
+        """Files of the hub that lie on the disk at once if they are deleted after use; each has several units."""
+        return FETCH_THREADS + self.workers // 4
+
+    def _say(self, line: str) -> None:
+        self.log.write(f"{line}\n")
+        self.log.flush()
+
+    def _result(self, up_to_date: bool) -> BuildResult:
+        manifest, identity = read_manifest(self.output)
+        return BuildResult(manifest, identity, up_to_date)
+
+    def _make_plan(self, found: Sequence[FoundFile]) -> Plan:
+        size = sum(file.size_bytes for file in found if file.remote is None)
+        self._say(f"hashing {size / 1e6:,.1f} MB in {len(found):,} files")
+        sources, pieces = hash_sources(found, self.options.text_column, self.workers)
+        return make_plan(sources, pieces, TokenizerIdentity.of(self.loaded), self.options)
+
+    def _check_finished(self, plan: Plan) -> None:
+        """Refuse another data set, and one with a part that is missing or has another size."""
+        manifest, _ = read_manifest(self.output)
+        if manifest.plan_sha256 != plan.sha256:
+            here = [(source.name, source.sha256) for source in manifest.sources]
+            asked = [(source.name, source.sha256) for source in plan.sources]
+            differences = {
+                "tokenizer": manifest.tokenizer != plan.tokenizer,
+                "options": manifest.options != plan.options,
+                "sources": here != asked,
+            }
+            what = " and ".join(name for name, differs in differences.items() if differs)
+            raise DataError(
+                f"{self.output}: holds another data set (other {what or 'version of this program'}); nothing was "
+                "changed. Name a new directory with --output, or delete this one first"
+            )
+        for part in manifest.parts:
+            read_header(self.output / part.file)
+
+    def _do_units(self, plan: Plan, workspace: Workspace, claims: Claims) -> None:
+        pending = self._in_order([n for n in range(len(plan.units)) if not workspace.is_committed(n)], len(plan.units))
+        if not pending:
+            return
+        self._check_space(plan, workspace)
+        context = get_context("spawn")
+        board = Board(context, len(plan.units))
+        for number in set(range(len(plan.units))).difference(pending):
+            board.text_bytes[number] = sum(piece.text_bytes for piece in plan.units[number])
+        size = min(self.workers, len(pending))
+        names = self._choose_engines()
+        before = (
+            f", {len(plan.units) - len(pending):,} of the units done before" if len(pending) < len(plan.units) else ""
+        )
+        self._say(f"{size} processes, tokenizer {plan.tokenizer.name} by {names.engine}{before}")
+        keep = not self.execution.delete_downloads
+        fetcher = Fetcher(plan, self._download_dir, keep, self._files_ahead, workspace.is_committed)
+        workers: Workers | None = None
+        try:
+            workers = InlineWorkers(names.load(), board) if size == 1 else WorkerPool(size, names, board)
+            schedule = _Schedule(plan, workspace, claims, fetcher, workers, pending)
+
+            def read() -> Reading:
+                seconds = {"download": schedule.waited_seconds * size, **board.stage_seconds()}
+                return Reading(sum(board.text_bytes), plan.text_bytes, sum(board.tokens), seconds)
+
+            with Progress(read, self.log):
+                schedule.run()
+        finally:
+            fetcher.close()
+            if workers:
+                workers.close()
+
+    def _in_order(self, pending: list[int], num_units: int) -> list[int]:
+        """Start at this rank's stretch of the units, so that nodes seldom meet and share few source files."""
+        first = num_units * self.execution.rank // self.execution.world
+        return [n for n in pending if n >= first] + [n for n in pending if n < first]
+
+    def _choose_engines(self) -> EncoderNames:
+        """The engines that pass their self-test on this host."""
+        engine, refused = choose_engine(self.execution.engine, self.loaded)
+        for line in refused:
+            self._say(f"warning: {line}")
+        second = None
+        if self.execution.verify == "full":
+            others = [each for each in installed_engines(self.loaded) if each.name != engine.name]
+            second = next((each.name for each in others if self_test(each) is None), REFERENCE)
+            if second == REFERENCE and engine.name not in {each.name for each in installed_engines(self.loaded)}:
+                raise DataError(
+                    f"--verify full compares two engines, and {engine.name} is the only one here for "
+                    f"{self.loaded.name}; pip install gigatoken fastokens, or leave it out"
+                )
+        return EncoderNames(self.spec, engine.name, second)
+
+    def _check_space(self, plan: Plan, workspace: Workspace) -> None:
+        remote = [source.remote for source in plan.sources if source.remote]
+        if remote:
+            keep = not self.execution.delete_downloads
+            check_space(remote, self._download_dir, self.output, keep=keep, ahead=self._files_ahead)
+            return
+        left = sum(
+            piece.text_bytes
+            for number, unit in enumerate(plan.units)
+            if not workspace.is_committed(number)
+            for piece in unit
+        )
+        tokens = left if plan.tokenizer.name == "bytes" else left // BYTES_PER_TOKEN
+        needed = tokens * token_dtype(plan.tokenizer.vocab_size).itemsize
+        free = shutil.disk_usage(self.output).free
+        if free < needed:
+            raise DataError(
+                f"{self.output}: about {needed / 1e9:,.2f} GB are needed and {free / 1e9:,.2f} GB are free; free some, "
+                "or name a directory on another disk with --output"
+            )
+
+    def _finish(self, plan: Plan, workspace: Workspace, claims: Claims) -> None:
+        """Write the manifest, or wait for the one who does."""
+        while not workspace.is_finished:
+            if not claims.take(_FINISH_CLAIM):
+                wait_briefly()
+                continue
+            try:
+                if not workspace.is_finished:
+                    finish(plan, self.output, workspace.path, self.execution.max_quarantined)
+            finally:
+                claims.give_back(_FINISH_CLAIM)
+        workspace.remove()
 
 
-_worker: tuple[Tokenizer, Board] | None = None
+class _Schedule:
+    """Hands units to workers until all are committed, by whomever.
+
+    Attributes:
+        waited_seconds: time in which a worker was idle because files were still on their way.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        workspace: Workspace,
+        claims: Claims,
+        fetcher: Fetcher,
+        workers: Workers,
+        pending: list[int],
+    ) -> None:
+        self.waited_seconds = 0.0
+        self._plan = plan
+        self._workspace = workspace
+        self._claims = claims
+        self._fetcher = fetcher
+        self._workers = workers
+        self._pending = pending
+        self._open: set[int] = set()
+
+    def run(self) -> None:
+        while self._pending or self._open:
+            started = time.monotonic()
+            waits_for_files = self._hand_out()
+            for number in self._workers.finished(_POLL_SECONDS if self._open else 0.2):
+                self._open.discard(number)
+                self._claims.give_back(_claim(number))
+                self._fetcher.release(self._plan.units[number])
+            if waits_for_files:
+                idle = self._workers.size - len(self._open)
+                self.waited_seconds += (time.monotonic() - started) * idle / self._workers.size
+
+    def _hand_out(self) -> bool:
+        """Give units to idle workers; returns whether one stays idle for want of files."""
+        waits_for_files = False
+        for number in list(self._pending):
+            if len(self._open) == self._workers.size:
+                return False
+            if self._workspace.is_committed(number):
+                self._pending.remove(number)
+                continue
+            unit = self._plan.units[number]
+            if not self._fetcher.want(unit):
+                return True
+            sources = self._fetcher.ready(unit)
+            if sources is None:
+                waits_for_files = True
+            elif self._claims.take(_claim(number)):
+                self._pending.remove(number)
+                if self._workspace.is_committed(number):  # in the moment before the claim
+                    self._claims.give_back(_claim(number))
+                    continue
+                self._workspace.clear_stale(number)
+                self._open.add(number)
+                self._workers.submit(self._task(number, sources))
+        return waits_for_files
+
+    def _task(self, number: int, sources: tuple[SourceFile, ...]) -> UnitTask:
+        options = self._plan.options
+        by_content = options.val_split == "content"
+        return UnitTask(
+            number=number,
+            slices=self._plan.units[number],
+            sources=sources,
+            directory=unit_directory(self._workspace.path, number),
+            part_format=self._plan.part_format,
+            text_column=options.text_column,
+            val_fraction=options.val_fraction if by_content else 0.0,
+            keep_rows=not by_content,
+        )
 
 
-def _start_worker(spec: str, board: Board) -> None:
-    global _worker
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _worker = load_tokenizer(spec), board
-
-
-def _die_with_parent() -> None:
-    """A killed parent cannot tell its workers; without this they would wait for work forever."""
-    parent = parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _run_in_worker(task: UnitTask) -> None:
-    assert _worker is not None
-    tokenizer, board = _worker
-    run_unit(task, tokenizer, board)
+def _claim(number: int) -> str:
+    return f"unit-{number:06d}"

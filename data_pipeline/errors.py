@@ -1,4 +1,4 @@
-"""The one exception of this package that a person is meant to read."""
+"""The exceptions of this package: one that a person is meant to read, and one for a stop on request."""
 
 
 class DataError(ValueError):
@@ -7,3 +7,7 @@ class DataError(ValueError):
     The message names the file (and row, where there is one), what was expected, and the nearest thing
     that works. The command line prints it without a traceback and exits with status 2.
     """
+
+
+class Stopped(Exception):
+    """The work was told to stop; what was finished is kept, and the same command goes on from there."""

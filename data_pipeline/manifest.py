@@ -14,7 +14,10 @@ from data_pipeline.receipt import RowCounts
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_HASH_FILE = "manifest.sha256"
+# One line per unit of work: what it read and what it made.
+RECEIPTS_FILE = "receipts.jsonl"
 FORMAT_NAME = "data_pipeline"
+READABLE_VERSIONS = (1, FORMAT_VERSION)
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Manifest:
         parts: the parts in order, training first.
         text_bytes: UTF-8 bytes of the documents' text per split, keys ``train`` and ``val``.
         quarantine_sha256: of ``quarantine.jsonl``; None where no row was quarantined.
+        receipts_sha256: of ``receipts.jsonl``; None in data sets of version 1.
+        version: of the format.
     """
 
     plan_sha256: str
@@ -48,6 +53,8 @@ class Manifest:
     parts: list[PartRecord]
     text_bytes: dict[str, int]
     quarantine_sha256: str | None
+    receipts_sha256: str | None = None
+    version: int = FORMAT_VERSION
 
     @property
     def accounting(self) -> RowCounts:
@@ -63,7 +70,6 @@ class Manifest:
         return canonical_json(
             {
                 "format": FORMAT_NAME,
-                "version": FORMAT_VERSION,
                 "accounting": asdict(self.accounting),
                 "tokens": {split: sum(p.tokens for p in self.parts_of(split)) for split in ("train", "val")},
                 **asdict(self),
@@ -107,7 +113,7 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
 
 
 def _parse(value: dict[str, Any]) -> Manifest:
-    if (value["format"], value["version"]) != (FORMAT_NAME, FORMAT_VERSION):
+    if value["format"] != FORMAT_NAME or value["version"] not in READABLE_VERSIONS:
         raise ValueError(f"format {value['format']} version {value['version']}")
     return Manifest(
         plan_sha256=value["plan_sha256"],
@@ -117,4 +123,6 @@ def _parse(value: dict[str, Any]) -> Manifest:
         parts=[PartRecord(**part) for part in value["parts"]],
         text_bytes=value["text_bytes"],
         quarantine_sha256=value["quarantine_sha256"],
+        receipts_sha256=value.get("receipts_sha256"),
+        version=value["version"],
     )

@@ -51,7 +51,7 @@ class SampleOrder:
         while True:
             left, right = window >> self._half_bits, window & half_mask
             for key in keys:
-                left, right = right, left ^ (_mix(right ^ key) & half_mask)
+                left, right = right, left ^ (mix64(right ^ key) & half_mask)
             window = left << self._half_bits | right
             if window < self.num_windows:
                 return epoch, window
@@ -83,7 +83,7 @@ class SampleOrder:
         half_mask = np.uint64((1 << self._half_bits) - 1)
         left, right = values >> half_bits, values & half_mask
         for key in keys:
-            left, right = right, left ^ (_mix_array(right ^ key) & half_mask)
+            left, right = right, left ^ (mix64_array(right ^ key) & half_mask)
         return left << half_bits | right
 
     def _keys(self, epoch: int) -> list[int]:
@@ -92,13 +92,15 @@ class SampleOrder:
         return [int.from_bytes(digest[at : at + 8], "little") for at in range(0, len(digest), 8)]
 
 
-def _mix(value: int) -> int:
+def mix64(value: int) -> int:
+    """The finaliser of SplitMix64: a bijection of 0 to 2^64 - 1 that mixes every bit into every other."""
     value = (value ^ value >> 30) * _MULTIPLIER_1 & _MASK64
     value = (value ^ value >> 27) * _MULTIPLIER_2 & _MASK64
     return value ^ value >> 31
 
 
-def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`mix64` of each element."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(_MULTIPLIER_1)
     values = (values ^ values >> np.uint64(27)) * np.uint64(_MULTIPLIER_2)
     return values ^ values >> np.uint64(31)

@@ -75,17 +75,35 @@ class PartSeries:
         self._tokens = 0
         self._max_token_id = 0
 
-    def add(self, document: NDArray[Any]) -> None:
-        """Append one document as stored, end-of-text first, shape ``(tokens,)`` in the part's dtype."""
-        if self._file and self._tokens + len(document) > self._format.part_tokens:
-            self._close_part()
+    def add(self, documents: NDArray[Any], lengths: NDArray[np.int64]) -> None:
+        """Append whole documents as stored, end-of-text first.
+
+        Args:
+            documents: joined, in the part's dtype, shape ``(sum(lengths),)``.
+            lengths: tokens of each, at least one, shape ``(documents,)``.
+        """
+        ends = np.cumsum(lengths)
+        first, taken = 0, 0
+        while first < len(lengths):
+            room = self._format.part_tokens - self._tokens
+            last = int(np.searchsorted(ends, taken + room, side="right"))
+            if last <= first:
+                if self._file:
+                    self._close_part()
+                    continue
+                last = first + 1  # longer than a part: a part on its own
+            stop = int(ends[last - 1])
+            self._write(documents[taken:stop], lengths[first:last])
+            first, taken = last, stop
+
+    def _write(self, tokens: NDArray[Any], lengths: NDArray[np.int64]) -> None:
         if self._file is None:
             self._file = open(self._path, "wb", buffering=_BUFFER_BYTES)  # noqa: SIM115 - closed by _close_part
             self._file.write(bytes(HEADER_BYTES))
-        self._file.write(document.data)
-        self._lengths.append(len(document))
-        self._tokens += len(document)
-        self._max_token_id = max(self._max_token_id, int(document.max()))
+        self._file.write(np.ascontiguousarray(tokens).data)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+        self._tokens += len(tokens)
+        self._max_token_id = max(self._max_token_id, int(tokens.max()))
 
     def close(self) -> list[PartRecord]:
         """Finish the open part; returns the records of all parts, in order."""

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import NamedTuple, TextIO
 
@@ -11,11 +11,19 @@ _PLAIN_SECONDS = 10.0
 
 
 class Reading(NamedTuple):
-    """Where a job stands: source bytes done and in all, tokens written."""
+    """Where a job stands.
+
+    Attributes:
+        done_bytes: text of the sources done.
+        total_bytes: text in all, roughly.
+        tokens: tokens written.
+        seconds: worker time spent in each stage.
+    """
 
     done_bytes: int
     total_bytes: int
     tokens: int
+    seconds: Mapping[str, float] = {}
 
 
 def progress_line(start: Reading, now: Reading, elapsed_seconds: float) -> str:
@@ -25,9 +33,13 @@ def progress_line(start: Reading, now: Reading, elapsed_seconds: float) -> str:
     tokens_rate = (now.tokens - start.tokens) / seconds
     share = 100 * now.done_bytes / max(now.total_bytes, 1)
     eta = duration((now.total_bytes - now.done_bytes) / rate) if rate > 0 else "unknown"
+    stages = {stage: spent - start.seconds.get(stage, 0.0) for stage, spent in now.seconds.items()}
+    limit = max(stages, key=stages.__getitem__, default="")
+    of_all = sum(stages.values())
+    tail = f" | limit: {limit} ({100 * stages[limit] / of_all:.0f} % of the workers' time)" if of_all > 0 else ""
     return (
         f"{share:5.1f} % of {now.total_bytes / 1e6:,.1f} MB | {rate / 1e6:,.1f} MB/s | "
-        f"{tokens_rate / 1e6:.2f} Mtok/s | ETA {eta}"
+        f"{tokens_rate / 1e6:.2f} Mtok/s | ETA {eta}{tail}"
     )
 
 

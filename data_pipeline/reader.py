@@ -1,21 +1,24 @@
 """Reads windows of a finished data set: exact, in any order, with memory that does not grow."""
 
 import hashlib
+import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data_pipeline.binformat import HEADER_BYTES, BinHeader, read_header
 from data_pipeline.errors import DataError
+from data_pipeline.layout import SplitLayout
 from data_pipeline.manifest import MANIFEST_FILE, MANIFEST_HASH_FILE, read_manifest
 
 # Parts that are held open: far below the usual limit of 1,024 descriptors per process.
 _MAX_OPEN_PARTS = 128
+ACCESSES = ("pread", "mmap")
 # What parts of llm.c's format without a manifest hold by convention.
 _FOREIGN_TOKENIZER = "gpt2"
 _FOREIGN_VOCAB_SIZE = 50_257
@@ -42,7 +45,17 @@ class SplitInfo:
     bytes_of_text: int | None
 
 
-def open_dataset(path: str | Path, split: str, sequence_length: int) -> "TokenWindows":
+class _Piece(NamedTuple):
+    """Tokens ``begin`` to ``end`` of a row, which lie at byte ``offset`` of a part."""
+
+    row: int
+    begin: int
+    end: int
+    part: int
+    offset: int
+
+
+def open_dataset(path: str | Path, split: str, sequence_length: int, access: str = "pread") -> "TokenWindows":
     """Open one split of a data set.
 
     A directory that `prepare` made has a manifest, whose SHA-256 is the identity. A directory without one
@@ -53,6 +66,8 @@ def open_dataset(path: str | Path, split: str, sequence_length: int) -> "TokenWi
         path: directory of the data set.
         split: ``train`` or ``val``.
         sequence_length: tokens per sample, the shift by one for the targets not counted.
+        access: ``pread`` reads into a buffer that is used again, and memory stays flat. ``mmap`` maps the parts,
+            without read-ahead; pages that were read stay in the process's memory as long as the kernel likes.
 
     Raises:
         DataError: there is no such data set, a part is missing or damaged, or the split holds no window.
@@ -62,6 +77,8 @@ def open_dataset(path: str | Path, split: str, sequence_length: int) -> "TokenWi
         raise DataError(f"unknown split {split!r}; expected train or val")
     if sequence_length < 1:
         raise DataError(f"sequence_length is {sequence_length}; expected 1 or more")
+    if access not in ACCESSES:
+        raise DataError(f"unknown access {access!r}; expected {' or '.join(ACCESSES)}")
     make = f"python -m data_pipeline prepare --source YOUR_TEXT_FILES --output {path}"
     if not path.is_dir():
         raise DataError(f"{path}: no such data set; make it with: {make}")
@@ -79,20 +96,22 @@ def open_dataset(path: str | Path, split: str, sequence_length: int) -> "TokenWi
         raise DataError(
             f"{path}: the {split} split is empty; make it with: {make} (--val-fraction sets the share of val)"
         )
-    return TokenWindows(path, split, sequence_length, info, parts)
+    return TokenWindows(path, split, sequence_length, info, parts, access)
 
 
 class TokenWindows:
     """Windows of ``sequence_length + 1`` tokens at a stride of ``sequence_length``, never across parts.
 
     A part of n tokens has ``floor((n - 1) / sequence_length)`` windows. An instance belongs to one thread;
-    it may be pickled, and it opens its own files in each process.
+    it may be pickled or copied (`copy.copy`), and each copy opens its own files.
 
     Attributes:
         path: directory of the data set.
         split: ``train`` or ``val``.
         sequence_length: inputs per window; a window has one token more.
         info: see `SplitInfo`; its fields are attributes here too.
+        access: ``pread`` or ``mmap``.
+        layout: where the parts and windows lie among the split's tokens.
         num_tokens: tokens of the split.
         num_windows: windows of the split.
     """
@@ -104,26 +123,38 @@ class TokenWindows:
         sequence_length: int,
         info: SplitInfo,
         parts: Sequence[tuple[str, BinHeader]],
+        access: str = "pread",
     ) -> None:
         """Lay windows over parts ``(file name, header)``; use `open_dataset`."""
         self.path = path
         self.split = split
         self.sequence_length = sequence_length
         self.info = info
-        self.num_tokens = sum(header.num_tokens for _, header in parts)
+        self.access = access
         self._parts = parts
         self._dtype = parts[0][1].dtype
-        counts = [max(0, header.num_tokens - 1) // sequence_length for _, header in parts]
-        self._ends = np.cumsum(counts, dtype=np.int64)  # windows up to and including each part
-        self.num_windows = int(self._ends[-1])
         self._open_parts: dict[int, int] = {}
+        self._open_maps: dict[int, mmap.mmap] = {}
         self._buffer: NDArray[Any] = np.empty((0, sequence_length + 1), dtype=self._dtype)
+        self.layout = SplitLayout(self.part_tokens, sequence_length)
+        self.num_tokens = self.layout.num_tokens
+        self.num_windows = self.layout.num_windows
         if self.num_windows == 0:
             longest = max(header.num_tokens for _, header in parts)
             raise DataError(
                 f"{path}: the {split} split has no window of {sequence_length + 1:,} tokens: its longest "
                 f"part has {longest:,}. A sequence_length of at most {longest - 1:,} works, or more text"
             )
+
+    @property
+    def part_tokens(self) -> list[int]:
+        """Tokens of each part, in order."""
+        return [header.num_tokens for _, header in self._parts]
+
+    @property
+    def part_files(self) -> list[str]:
+        """File name of each part, in order."""
+        return [file for file, _ in self._parts]
 
     @property
     def manifest_sha256(self) -> str:
@@ -174,21 +205,48 @@ class TokenWindows:
         numbers = np.asarray(windows, dtype=np.int64)
         if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= self.num_windows):
             raise IndexError(f"windows {int(numbers.min())} to {int(numbers.max())}: the split has {self.num_windows}")
-        places = self._places(numbers)
-        if len(self._buffer) < len(places):
-            self._buffer = np.empty((len(places), self.sequence_length + 1), dtype=self._dtype)
-        buffer = self._buffer[: len(places)]
+        return self._read(self.layout.positions(numbers), out, numbers, "window")
+
+    def read_at(
+        self, positions: Sequence[int] | NDArray[np.integer[Any]], out: NDArray[np.int64] | None = None
+    ) -> NDArray[np.int64]:
+        """Read ``sequence_length + 1`` tokens from each position, across parts where they end sooner.
+
+        Args:
+            positions: positions in the split, 0 to ``num_tokens - sequence_length - 1``, in any order; see
+                `SplitLayout`.
+            out: as in `read`.
+
+        Returns:
+            As `read`.
+
+        Raises:
+            IndexError: a position is out of range.
+            DataError: as in `read`.
+        """
+        starts = np.asarray(positions, dtype=np.int64)
+        last = self.num_tokens - self.sequence_length - 1
+        if starts.size and (int(starts.min()) < 0 or int(starts.max()) > last):
+            raise IndexError(f"positions {int(starts.min())} to {int(starts.max())}: the last window starts at {last}")
+        return self._read(starts, out, starts, "the window at token")
+
+    def _read(
+        self, positions: NDArray[np.int64], out: NDArray[np.int64] | None, names: NDArray[np.int64], kind: str
+    ) -> NDArray[np.int64]:
+        if len(self._buffer) < len(positions):
+            self._buffer = np.empty((len(positions), self.sequence_length + 1), dtype=self._dtype)
+        buffer = self._buffer[: len(positions)]
+        pieces = list(self._pieces(positions))
         # Tell the kernel of the whole batch first: on a cold cache the reads then overlap.
-        for part, offset in places:
-            os.posix_fadvise(self._descriptor(part), offset, buffer.strides[0], os.POSIX_FADV_WILLNEED)
-        for row, (part, offset) in zip(buffer, places, strict=True):
-            if os.preadv(self._descriptor(part), [row.data], offset) != row.nbytes:
-                raise DataError(f"{self.path / self._parts[part][0]}: truncated since it was opened; copy it anew")
+        if self.access == "mmap":
+            self._fetch_mapped(pieces, buffer)
+        else:
+            self._fetch(pieces, buffer)
         if buffer.size and int(buffer.max()) >= self.vocab_size:
             bad = int(np.argmax(buffer.max(axis=1) >= self.vocab_size))
-            file = self.path / self._parts[places[bad][0]][0]
+            file = self.path / self._parts[next(piece.part for piece in pieces if piece.row == bad)][0]
             raise DataError(
-                f"{file}: window {numbers[bad]} holds id {buffer[bad].max()}, outside the vocabulary "
+                f"{file}: {kind} {names[bad]} holds id {buffer[bad].max()}, outside the vocabulary "
                 f"of {self.vocab_size:,}; `python -m data_pipeline verify {self.path}` names damage"
             )
         if out is None:
@@ -200,6 +258,8 @@ class TokenWindows:
 
     def close(self) -> None:
         """Close the open parts; a later `read` opens them again."""
+        while self._open_maps:
+            self._open_maps.popitem()[1].close()
         while self._open_parts:
             os.close(self._open_parts.popitem()[1])
 
@@ -209,14 +269,48 @@ class TokenWindows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what defines the windows, without descriptors and buffers."""
-        return TokenWindows, (self.path, self.split, self.sequence_length, self.info, self._parts)
+        return TokenWindows, (self.path, self.split, self.sequence_length, self.info, self._parts, self.access)
 
-    def _places(self, windows: NDArray[np.int64]) -> list[tuple[int, int]]:
-        """Part and byte offset of each window."""
-        parts = np.searchsorted(self._ends, windows, side="right")
-        before = np.concatenate(([0], self._ends[:-1]))[parts]
-        offsets = HEADER_BYTES + (windows - before) * self.sequence_length * self._dtype.itemsize
-        return list(zip(parts.tolist(), offsets.tolist(), strict=True))
+    def _pieces(self, positions: NDArray[np.int64]) -> Iterator[_Piece]:
+        """Where each row's tokens are; more than one piece for a row that crosses parts."""
+        parts = self.layout.parts_at(positions)
+        inside = positions - self.layout.starts[parts]
+        left = self.layout.part_tokens[parts] - inside
+        length, itemsize = self.sequence_length + 1, self._dtype.itemsize
+        places = zip(parts.tolist(), inside.tolist(), left.tolist(), strict=True)
+        for row, (part, offset, available) in enumerate(places):
+            begin = 0
+            while length - begin > available:
+                if available:
+                    yield _Piece(row, begin, begin + available, part, HEADER_BYTES + offset * itemsize)
+                begin += available
+                part, offset = part + 1, 0
+                available = self._parts[part][1].num_tokens
+            yield _Piece(row, begin, length, part, HEADER_BYTES + offset * itemsize)
+
+    def _fetch(self, pieces: list[_Piece], buffer: NDArray[Any]) -> None:
+        itemsize = self._dtype.itemsize
+        for _, begin, end, part, offset in pieces:
+            os.posix_fadvise(self._descriptor(part), offset, (end - begin) * itemsize, os.POSIX_FADV_WILLNEED)
+        for row, begin, end, part, offset in pieces:
+            target = buffer[row, begin:end]
+            if os.preadv(self._descriptor(part), [target.data], offset) != target.nbytes:
+                raise self._truncated(part)
+
+    def _fetch_mapped(self, pieces: list[_Piece], buffer: NDArray[Any]) -> None:
+        itemsize = self._dtype.itemsize
+        for _, begin, end, part, offset in pieces:
+            first = offset - offset % mmap.PAGESIZE
+            mapped = self._map(part)
+            # A page beyond the end of the file would kill the process instead of raising.
+            if mapped.size() < offset + (end - begin) * itemsize:
+                raise self._truncated(part)
+            mapped.madvise(mmap.MADV_WILLNEED, first, offset + (end - begin) * itemsize - first)
+        for row, begin, end, part, offset in pieces:
+            buffer[row, begin:end] = np.frombuffer(self._map(part), self._dtype, end - begin, offset)
+
+    def _truncated(self, part: int) -> DataError:
+        return DataError(f"{self.path / self._parts[part][0]}: truncated since it was opened; copy it anew")
 
     def _descriptor(self, part: int) -> int:
         descriptor = self._open_parts.get(part)
@@ -226,6 +320,19 @@ class TokenWindows:
             descriptor = os.open(self.path / self._parts[part][0], os.O_RDONLY)
             self._open_parts[part] = descriptor
         return descriptor
+
+    def _map(self, part: int) -> mmap.mmap:
+        mapped = self._open_maps.get(part)
+        if mapped is None:
+            while len(self._open_maps) >= _MAX_OPEN_PARTS:
+                self._open_maps.pop(next(iter(self._open_maps))).close()
+            with open(self.path / self._parts[part][0], "rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped.madvise(mmap.MADV_RANDOM)
+            if mapped.size() < self._parts[part][1].file_bytes:
+                raise self._truncated(part)
+            self._open_maps[part] = mapped
+        return mapped
 
 
 def _from_manifest(path: Path, split: str) -> tuple[SplitInfo, list[tuple[str, BinHeader]]]:

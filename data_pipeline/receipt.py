@@ -9,11 +9,15 @@ from data_pipeline.parts import PartRecord
 
 RECEIPT_FILE = "receipt.json"
 QUARANTINE_FILE = "quarantine.jsonl"
+# How a unit was made: engine, host, seconds. Differs between builds, so it is no part of the identity.
+PROVENANCE_FILE = "provenance.jsonl"
+# Of each document of a unit its row, counted over the unit, and its text's bytes; int64, shape (documents, 2).
+ROWS_FILE = "rows.i64"
 
 
 @dataclass
 class RowCounts:
-    """Where the rows of one source went. Every row is in exactly one of the last four.
+    """Where the rows of one source went, and the bytes they hold. Every row is in exactly one of the last four.
 
     Attributes:
         rows: rows read.
@@ -21,6 +25,10 @@ class RowCounts:
         null: rows without a text.
         empty: rows whose text is empty or blank.
         quarantined: rows with a problem, listed in ``quarantine.jsonl``.
+        bytes_read: UTF-8 bytes of all texts, and of whole lines where no text could be taken from them.
+        bytes_documents: those that became documents.
+        bytes_empty: those of blank texts.
+        bytes_quarantined: those with a problem.
     """
 
     rows: int = 0
@@ -28,14 +36,19 @@ class RowCounts:
     null: int = 0
     empty: int = 0
     quarantined: int = 0
+    bytes_read: int = 0
+    bytes_documents: int = 0
+    bytes_empty: int = 0
+    bytes_quarantined: int = 0
 
     def __add__(self, other: "RowCounts") -> "RowCounts":
         """The counts of both."""
         return RowCounts(**{key: value + getattr(other, key) for key, value in asdict(self).items()})
 
     def assert_closed(self) -> None:
-        """Every row is accounted for once; anything else is a defect of this package."""
+        """Every row and byte is accounted for once; anything else is a defect of this package."""
         assert self.rows == self.documents + self.null + self.empty + self.quarantined, self
+        assert self.bytes_read == self.bytes_documents + self.bytes_empty + self.bytes_quarantined, self
 
 
 @dataclass(frozen=True)
@@ -43,7 +56,7 @@ class Receipt:
     """What one unit produced.
 
     Attributes:
-        counts: per source of the unit, in order.
+        counts: per slice of the unit, in order.
         parts: the unit's parts, named within its directory; training parts first.
         text_bytes: UTF-8 bytes of the documents' text per split, keys ``train`` and ``val``.
         smallest_hashes: ``(text_hash, tokens)`` of the documents nearest to the validation split.

@@ -1,20 +1,28 @@
-"""The validation split: a property of a document's text.
+"""The validation split: by default a property of a document's text.
 
-A document is validation when the XXH3-64 hash of its UTF-8 text, read as a fraction of 2^64, lies below
+``content``: a document is validation when the XXH3-64 hash of its UTF-8 text, read as a fraction of 2^64, lies below
 ``val_fraction``. Equal texts fall on the same side, so duplicates cannot leak; the answer does not depend
 on order, files or workers; and a larger fraction only adds documents.
+
+For comparison with published losses there are two more, which see a document's place and not its text:
+``llmc``, the whole documents of the first ``val_tokens`` tokens, as llm.c's first shard; and ``nanogpt``, rows
+chosen and shuffled by NumPy's permutation of seed 2357, as nanoGPT's ``train_test_split`` does. nanoGPT cuts a
+single text otherwise, and so does ``nanogpt`` where the only source is one .txt file: its last tenth is validation.
 """
 
 import heapq
 import math
 from collections.abc import Iterable
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from data_pipeline.errors import DataError
 
 HASH_RANGE = 1 << 64
 DEFAULT_VAL_FRACTION = 0.0005
+DEFAULT_VAL_TOKENS = 100_000_000
 # A suggested fraction should give at least one GPT-2 window of 1,024 inputs and their targets.
 USEFUL_VAL_TOKENS = 1_025
 KEPT_CANDIDATES = 64
@@ -28,6 +36,20 @@ def text_hash(utf8: bytes) -> int:
 def is_validation(document_hash: int, val_fraction: float) -> bool:
     """Whether the document with this `text_hash` belongs to the validation split."""
     return document_hash < val_fraction * HASH_RANGE
+
+
+NANOGPT_SEED = 2357
+
+
+def nanogpt_rows(num_rows: int, val_fraction: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """nanoGPT's split of ``num_rows`` rows.
+
+    Returns:
+        Row numbers of training and of validation in the order in which nanoGPT writes them, int64.
+    """
+    order = np.random.default_rng(NANOGPT_SEED).permutation(num_rows)
+    num_val = math.ceil(val_fraction * num_rows)
+    return order[num_val:], order[:num_val]
 
 
 class SmallestHashes:

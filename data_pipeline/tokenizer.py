@@ -59,6 +59,7 @@ class Gpt2Tokenizer:
 
         vocabulary = load_gpt2_vocabulary(location)
         self.vocabulary_sha256 = vocabulary.sha256
+        self.vocabulary = vocabulary
         self._encoding = tiktoken.Encoding(
             "gpt2",
             pat_str=GPT2_PATTERN,

@@ -1,15 +1,18 @@
 """The GPT-2 vocabulary without a network.
 
 OpenAI publishes the vocabulary as ``encoder.json`` + ``vocab.bpe`` and, for tiktoken, as one file
-``r50k_base.tiktoken`` (``base64(token) rank`` per line). A token's rank is its id, so ``encoder.json``
-alone determines the other file byte for byte; the SHA-256 of the rebuilt file proves it.
+``r50k_base.tiktoken`` (``base64(token) rank`` per line). A token's rank is its id, and a token is made by
+merging the two that byte-pair encoding finds in it, so the ranks alone determine all three files byte for
+byte; the SHA-256 of a rebuilt file proves it.
 
-tiktoken's own loader is never called: it goes to the network when its cache is cold.
+tiktoken's own loader is never called: it goes to the network when its cache is cold. `export_vocabulary` fills
+that cache for programs which do call it.
 """
 
 import base64
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import tempfile
@@ -17,17 +20,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from data_pipeline.durable import write_atomic
 from data_pipeline.errors import DataError
 
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 ENCODER_SHA256 = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 # tiktoken caches a download under the SHA-1 of its URL.
 R50K_CACHE_NAME = "0ea1e91bbb3a60f729a8dc8f777fd2fc07cd8df4"
 ENCODER_CACHE_NAME = "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
+MERGES_CACHE_NAME = "6d1cbeee0f20b3d9449abfede4726ed8212e3aee"
 
 R50K_FILE = "r50k_base.tiktoken"
 ENCODER_FILE = "encoder.json"
+MERGES_FILE = "vocab.bpe"
+_END_OF_TEXT = "<|endoftext|>"
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,43 @@ def load_gpt2_vocabulary(location: Path | None = None) -> Vocabulary:
     )
 
 
+def export_vocabulary(directory: str | Path, location: Path | None = None) -> list[str]:
+    """Fill a directory that tiktoken takes as its cache, for machines without a network.
+
+    Three files under the names that tiktoken looks for: ``r50k_base.tiktoken``, ``vocab.bpe`` and
+    ``encoder.json``. Each is held against its published SHA-256 before it is written; a right one stays.
+
+    Args:
+        directory: made where it does not exist.
+        location: where the vocabulary is; see `load_gpt2_vocabulary`.
+
+    Returns:
+        Lines for a person: a file each, and the environment variable to set.
+
+    Raises:
+        DataError: no vocabulary was found, or the directory holds another file under one of the names.
+    """
+    directory = Path(directory)
+    vocabulary = load_gpt2_vocabulary(location)
+    files = (
+        (R50K_FILE, R50K_CACHE_NAME, R50K_SHA256, vocabulary.tiktoken_file),
+        (MERGES_FILE, MERGES_CACHE_NAME, MERGES_SHA256, _merges_file(vocabulary.ranks)),
+        (ENCODER_FILE, ENCODER_CACHE_NAME, ENCODER_SHA256, _encoder_file(vocabulary.ranks)),
+    )
+    for _, cache_name, sha256, data in files:
+        assert hashlib.sha256(data).hexdigest() == sha256, cache_name
+        path = directory / cache_name
+        if path.exists() and path.read_bytes() != data:
+            raise DataError(f"{path}: is there and is another file; move it away, or name another directory")
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for name, cache_name, sha256, data in files:
+        if not (directory / cache_name).exists():
+            write_atomic(directory / cache_name, data)
+        lines.append(f"{cache_name}  {name}, {len(data):,} bytes, SHA-256 {sha256}")
+    return [*lines, f"export TIKTOKEN_CACHE_DIR={directory.resolve()}"]
+
+
 def _files_at(location: Path) -> Iterator[Path]:
     if location.is_dir():
         for name in (R50K_FILE, R50K_CACHE_NAME, ENCODER_FILE, ENCODER_CACHE_NAME):
@@ -107,8 +152,8 @@ def _read(path: Path) -> Vocabulary:
 
 def _tiktoken_file(encoder_json: bytes) -> bytes:
     """Rebuild ``r50k_base.tiktoken`` from ``encoder.json``."""
-    characters = _byte_of_character()
-    tokens = {rank: token for token, rank in json.loads(encoder_json).items() if token != "<|endoftext|>"}
+    characters = byte_of_character()
+    tokens = {rank: token for token, rank in json.loads(encoder_json).items() if token != _END_OF_TEXT}
     lines = []
     for rank in sorted(tokens):
         token = bytes(characters[character] for character in tokens[rank])
@@ -116,10 +161,43 @@ def _tiktoken_file(encoder_json: bytes) -> bytes:
     return b"".join(lines)
 
 
-def _byte_of_character() -> dict[str, int]:
+def _encoder_file(ranks: dict[bytes, int]) -> bytes:
+    """Rebuild ``encoder.json``: ids by token, as Python's ``json`` spells them."""
+    ids = {_spelled(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])}
+    return json.dumps({**ids, _END_OF_TEXT: len(ids)}).encode()
+
+
+def _merges_file(ranks: dict[bytes, int]) -> bytes:
+    """Rebuild ``vocab.bpe``: for each token above the bytes, the two tokens whose merge made it, in order of rank."""
+    lines = ["#version: 0.2"]
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        if len(token) > 1:
+            left, right = _last_pair(token, rank, ranks)
+            lines.append(f"{_spelled(left)} {_spelled(right)}")
+    return ("\n".join(lines) + "\n").encode()
+
+
+def _last_pair(token: bytes, rank: int, ranks: dict[bytes, int]) -> list[bytes]:
+    """Byte-pair encoding of ``token`` by the merges of lower rank, which leaves two pieces."""
+    pieces = [token[at : at + 1] for at in range(len(token))]
+    while len(pieces) > 2:
+        merged = [ranks.get(left + right, rank) for left, right in itertools.pairwise(pieces)]
+        at = merged.index(min(merged))
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return pieces
+
+
+def _spelled(token: bytes) -> str:
+    return "".join(_CHARACTER_OF_BYTE[byte] for byte in token)
+
+
+def byte_of_character() -> dict[str, int]:
     """GPT-2 spells bytes as printable characters: 188 as themselves, the rest from U+0100 on."""
     printable = [byte for byte in range(256) if chr(byte).isprintable() and chr(byte) != " "]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
     table.update({chr(256 + position): byte for position, byte in enumerate(others)})
     return table
+
+
+_CHARACTER_OF_BYTE = {byte: character for character, byte in byte_of_character().items()}

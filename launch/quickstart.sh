@@ -16,7 +16,7 @@ source launch/environment.sh
 
 corpus=data/installed-documentation.jsonl
 dataset=data/quickstart
-make_environment
+make_environment fast
 
 if [ ! -s "$corpus" ]; then
     say "corpus: documentation prose of the installed Python packages (no download)"

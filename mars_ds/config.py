@@ -81,10 +81,31 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """Where the tokens are."""
+    """Where the tokens are, and in which order they are read."""
 
     path: str
     """Folder made by `python -m data_pipeline prepare`."""
+    sampling: Literal["permutation", "random_offsets", "random_part"] = "permutation"
+    """permutation: every window once an epoch. random_offsets: windows that start anywhere, with replacement, as
+    the MARS trainers read OpenWebText. random_part: a random part for each micro-batch, then random offsets in it,
+    as they read FineWeb-Edu."""
+    epoch_offset: bool = False
+    """permutation: shift the windows of each epoch by another offset."""
+    access: Literal["pread", "mmap"] = "pread"
+    """pread: into buffers that are used again. mmap: mapped files."""
+    prefetch_steps: NonNegativeInt = 2
+    """Steps that a thread reads ahead; 0 reads when a step begins."""
+    accept_changed: Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")] | None = None
+    """Hash of a data set, 12 to 64 digits of it, that a resume accepts in place of the checkpoint's."""
+
+    @model_validator(mode="after")
+    def _offset_is_read(self) -> Self:
+        if self.epoch_offset and self.sampling != "permutation":
+            raise ValueError(
+                f"epoch_offset is not read by sampling {self.sampling}, whose windows start anywhere already; "
+                "switch it off, or use sampling permutation"
+            )
+        return self
 
 
 class BatchSection(Section):

@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 
 import mars_ds
-from data_pipeline import SampleOrder
 from mars_ds.checkpoint.api import load_checkpoint, save_checkpoint
 from mars_ds.checkpoint.writer import prune
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
 from mars_ds.planning.batch import BatchPlan
-from mars_ds.training.data import WindowLoader, check_vocabulary, open_split
+from mars_ds.training.data import WindowLoader, check_vocabulary, open_split, run_sampling
 from mars_ds.training.engine_config import deepspeed_config
 from mars_ds.training.evaluation import Evaluation, Evaluator
 from mars_ds.training.model import TrainableModel, build_model
@@ -61,8 +60,8 @@ class Trainer:
         train_windows = open_split(config, "train")
         self.model: TrainableModel = build_model(config)
         check_vocabulary(train_windows, self.model)
-        order = SampleOrder(train_windows.num_windows, config.run.seed)
-        self.loader = WindowLoader(train_windows, order, batch, self.rank, self.device)
+        sampling = run_sampling(config, train_windows)
+        self.loader = WindowLoader(train_windows, sampling, batch, self.rank, self.device, config.data, self.print)
         self.evaluator = self._make_evaluator()
         self.schedule = Schedule.from_config(config.schedule)
         self.engine = mars_ds.initialize(

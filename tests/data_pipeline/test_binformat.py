@@ -6,10 +6,10 @@ import pytest
 
 from data_pipeline.binformat import (
     BinHeader,
-    document_tokens,
     idx_bytes,
     read_document_lengths,
     read_header,
+    stored_documents,
     token_dtype,
 )
 from data_pipeline.errors import DataError
@@ -45,7 +45,7 @@ def test_llmc_layout(tmp_path: Path, vocab_size: int, magic: int, version: int, 
     series = PartSeries(tmp_path, "train", part_format)
     documents = [[vocab_size - 1, 5, 6], [vocab_size - 1, 7]]
     for document in documents:
-        series.add(np.array(document, dtype=dtype))
+        series.add(np.array(document, dtype=dtype), np.array([len(document)]))
     (record,) = series.close()
 
     data = (tmp_path / "train-000000.bin").read_bytes()
@@ -58,11 +58,14 @@ def test_llmc_layout(tmp_path: Path, vocab_size: int, magic: int, version: int, 
     assert (record.tokens, record.documents, record.max_token_id) == (5, 2, vocab_size - 1)
 
 
-def test_documents_never_cross_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", [1, 2, 3, 8])
+def test_documents_never_cross_parts(tmp_path: Path, batch: int) -> None:
     series = PartSeries(tmp_path, "train", PartFormat(np.dtype("<u2"), 256, 257, part_tokens=10))
     lengths = [4, 6, 1, 9, 25, 3, 8, 2]
-    for length in lengths:
-        series.add(np.array([256] + [length] * (length - 1), dtype="<u2"))
+    for at in range(0, len(lengths), batch):
+        some = lengths[at : at + batch]
+        joined = [token for length in some for token in [256] + [length] * (length - 1)]
+        series.add(np.array(joined, dtype="<u2"), np.array(some))
     records = series.close()
     # A document longer than a part has a part for itself.
     assert [record.tokens for record in records] == [10, 10, 25, 3, 10]
@@ -78,15 +81,25 @@ def test_pointers_are_64_bit() -> None:
     assert pointers.tolist() == [1024, 1024 + 2**32, 1024 + 2**33]
 
 
+def test_end_of_text_stands_before_every_document() -> None:
+    ids, offsets = np.array([1, 2, 3], dtype=np.uint32), np.array([0, 0, 2, 3, 3])
+    stored = stored_documents(ids, offsets, 256, 257, np.dtype("<u2"))
+    assert stored.dtype == np.dtype("<u2")
+    assert stored.tolist() == [256, 256, 1, 2, 256, 3, 256]
+
+
 def test_ids_outside_the_vocabulary_never_wrap() -> None:
-    u2 = np.dtype("<u2")
-    assert document_tokens(np.array([1, 2], dtype=np.uint32), 256, 257, u2).tolist() == [256, 1, 2]
-    assert document_tokens(np.array([], dtype=np.uint32), 256, 257, u2).tolist() == [256]
+    def store(*ids: int) -> list[int]:
+        joined = np.array(ids, dtype=np.uint32)
+        return stored_documents(joined, np.array([0, len(ids)]), 256, 257, np.dtype("<u2")).tolist()  # type: ignore[no-any-return]
+
+    assert store(1, 2) == [256, 1, 2]
+    assert store() == [256]
     for bad in (257, 65_536 + 1, 2**31):
         with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary of 257"):
-            document_tokens(np.array([1, bad], dtype=np.uint32), 256, 257, u2)
+            store(1, bad)
     with pytest.raises(ValueError, match="end-of-text"):
-        document_tokens(np.array([256], dtype=np.uint32), 256, 257, u2)
+        store(256)
 
 
 def test_damaged_headers_are_named(tmp_path: Path) -> None:

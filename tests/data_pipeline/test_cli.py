@@ -28,7 +28,7 @@ def test_prepare_reports_and_is_up_to_date_the_second_time(prepared: list[str], 
     assert f"{prepared[-1]}: finished" in first.out
     assert "100 of 1 files = 100 documents + 0 null + 0 empty + 0 quarantined" in first.out
     assert f"identity   {identity}" in first.out
-    assert "1 source files" in first.err
+    assert "1 files of 0.1 MB" in first.err
     assert "ETA 0:00:00" in first.err
     assert "\r" not in first.err
     assert main(prepared) == 0
@@ -59,7 +59,7 @@ def test_inspect_shows_lengths_and_text(prepared: list[str], capsys: Capture) ->
 
 def test_errors_are_one_message(tmp_path: Path, capsys: Capture) -> None:
     assert main(["prepare", "--source", str(tmp_path / "absent"), "--output", str(tmp_path / "out")]) == 2
-    expected = ["finding and hashing the sources", f"error: {tmp_path / 'absent'}: no such file or directory"]
+    expected = ["finding the sources", f"error: {tmp_path / 'absent'}: no such file or directory"]
     assert capsys.readouterr().err.splitlines() == expected
     assert main(["verify", str(tmp_path)]) == 2
     assert "manifest.json: missing" in capsys.readouterr().err

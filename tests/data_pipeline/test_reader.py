@@ -1,3 +1,4 @@
+import copy
 import os
 import pickle
 import shutil
@@ -8,6 +9,7 @@ import pytest
 
 from data_pipeline.binformat import BinHeader
 from data_pipeline.errors import DataError
+from data_pipeline.order import SampleOrder
 from data_pipeline.reader import open_dataset
 
 
@@ -162,8 +164,33 @@ def test_offsets_beyond_two_gib(tmp_path: Path) -> None:
     shutil.rmtree(folder)
 
 
-def test_memory_does_not_grow(tmp_path: Path) -> None:
-    write_part(tmp_path / "d", "x_train_000000.bin", [1] * 20_000_000)
+def sparse_part(path: Path, num_tokens: int) -> None:
+    """A part of zeros that takes no space on disk."""
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "wb") as file:
+        file.write(BinHeader(num_tokens, 2).to_bytes())
+        file.truncate(1024 + 2 * num_tokens)
+
+
+def test_memory_does_not_grow_over_ten_gigabytes_of_reads(tmp_path: Path) -> None:
+    length, batch = 65_536, 16
+    sparse_part(tmp_path / "d" / "x_train_000000.bin", 150_000_000)
+    sparse_part(tmp_path / "d" / "x_train_000001.bin", 150_000_000)
+    data = open_dataset(tmp_path / "d", "train", length)
+    order = SampleOrder(data.num_windows, seed=1)
+    out = np.empty((batch, length + 1), dtype=np.int64)
+    data.read(order.windows(0, batch), out)
+    before = resident_bytes()
+    done = position = 0
+    while done < 10_000_000_000:
+        data.read(order.windows(position, batch), out)
+        position += batch
+        done += 2 * out.size
+        assert resident_bytes() - before < 4_000_000
+
+
+def test_memory_does_not_grow_over_many_small_reads(tmp_path: Path) -> None:
+    sparse_part(tmp_path / "d" / "x_train_000000.bin", 20_000_000)
     data = open_dataset(tmp_path / "d", "train", 1_024)
     out = np.empty((8, 1_025), dtype=np.int64)
     data.read(range(8), out)
@@ -183,3 +210,70 @@ def test_a_lost_manifest_does_not_turn_a_data_set_into_somebody_elses(tmp_path: 
     (tmp_path / "d" / "manifest.sha256").write_text("0" * 64 + "  manifest.json\n")
     with pytest.raises(DataError, match=r"manifest\.json is gone"):
         open_dataset(tmp_path / "d", "train", T)
+
+
+@pytest.mark.parametrize("access", ["pread", "mmap"])
+def test_positions_are_read_across_parts_as_in_one_file(tmp_path: Path, access: str) -> None:
+    sizes = [2 * T + 1, 3, 0, 1, T + 2, 2]
+    tokens = [7 * number % 1000 for number in range(sum(sizes))]
+    start = 0
+    for number, size in enumerate(sizes):
+        write_part(tmp_path / "d", f"x_train_{number:06d}.bin", tokens[start : start + size])
+        start += size
+    data = open_dataset(tmp_path / "d", "train", T, access)
+    last = len(tokens) - T - 1
+    everywhere = list(range(last + 1))
+    assert data.read_at(everywhere).tolist() == [tokens[at : at + T + 1] for at in everywhere]
+    out = np.empty((2, T + 1), dtype=np.int64)
+    assert data.read_at([last, 0], out) is out
+    assert out[0].tolist() == tokens[last:]
+    for bad in (-1, last + 1):
+        with pytest.raises(IndexError, match=f"the last window starts at {last}"):
+            data.read_at([0, bad])
+
+
+def test_mapped_and_copied_reads_are_equal(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(6):
+        write_part(tmp_path / "d", f"x_train_{number:06d}.bin", rng.integers(0, 50_000, 9_000 + number).tolist())
+    copied = open_dataset(tmp_path / "d", "train", 100)
+    mapped = open_dataset(tmp_path / "d", "train", 100, access="mmap")
+    order = rng.permutation(copied.num_windows)
+    assert np.array_equal(mapped.read(order), copied.read(order))
+    assert np.array_equal(copy.copy(mapped).read(order[:5]), copied.read(order[:5]))
+    assert copy.copy(mapped).access == "mmap"
+    mapped.close()
+    assert np.array_equal(mapped.read([3]), copied.read([3]))
+
+
+def test_more_mapped_parts_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.reader._MAX_OPEN_PARTS", 4)
+    for number in range(20):
+        write_part(tmp_path / "d", f"x_train_{number:06d}.bin", [number] * (T + 1))
+    data = open_dataset(tmp_path / "d", "train", T, access="mmap")
+    assert data.read(range(20))[:, 0].tolist() == list(range(20))
+    assert len(data._open_maps) == 4
+
+
+def test_a_mapped_part_truncated_while_open_is_noticed_before_the_kernel_does(tmp_path: Path) -> None:
+    write_part(tmp_path / "d", "x_train_000000.bin", list(range(5_000)))
+    data = open_dataset(tmp_path / "d", "train", T, access="mmap")
+    data.read([500])
+    with open(tmp_path / "d" / "x_train_000000.bin", "r+b") as file:
+        file.truncate(1024 + 60)
+    with pytest.raises(DataError, match=r"x_train_000000.bin: truncated since it was opened"):
+        data.read([500])
+
+
+def test_an_unknown_access_is_refused(tmp_path: Path) -> None:
+    write_part(tmp_path / "d", "x_train_000000.bin", list(range(50)))
+    with pytest.raises(DataError, match="unknown access 'direct'; expected pread or mmap"):
+        open_dataset(tmp_path / "d", "train", T, access="direct")
+
+
+def test_a_position_with_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    write_part(tmp_path / "d", "x_train_000000.bin", [0] * 12)
+    write_part(tmp_path / "d", "x_train_000001.bin", [0] * 3 + [50_257] + [0] * 20)
+    data = open_dataset(tmp_path / "d", "train", T)
+    with pytest.raises(DataError, match="the window at token 9 holds id 50257"):
+        data.read_at([0, 9])

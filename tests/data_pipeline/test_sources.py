@@ -1,25 +1,33 @@
 import gzip
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from data_pipeline.errors import DataError
 from data_pipeline.rows import Row, read_rows
-from data_pipeline.sources import find_sources
+from data_pipeline.sources import find_sources, hash_sources
 
 WriteJsonl = Callable[[str, Sequence[Any]], Path]
 
 
-def rows_of(path: Path, text_column: str = "text") -> list[Row]:
-    return [row for source in find_sources([str(path)], text_column) for row in read_rows(source, text_column)]
+def rows_of(path: Path, text_column: str = "text", text_documents: str = "file") -> list[Row]:
+    sources, pieces = hash_sources(find_sources([str(path)], text_column, text_documents), text_column, threads=1)
+    pairs = [(source, piece) for source, each in zip(sources, pieces, strict=True) for piece in each]
+    return [row for source, piece in pairs for row in read_rows(source, piece, text_column)]
 
 
-def texts_and_problems(path: Path) -> list[tuple[int, str | None, str | None]]:
-    return [(row.number, row.text, row.problem) for row in rows_of(path)]
+def text_of(row: Row) -> str | None:
+    return None if row.utf8 is None else row.utf8.decode()
+
+
+def texts_and_problems(path: Path, text_documents: str = "file") -> list[tuple[int, str | None, str | None]]:
+    return [(row.number, text_of(row), row.problem) for row in rows_of(path, text_documents=text_documents)]
 
 
 def test_all_formats_give_the_same_rows(tmp_path: Path, write_jsonl: WriteJsonl) -> None:
@@ -38,13 +46,13 @@ def test_all_formats_give_the_same_rows(tmp_path: Path, write_jsonl: WriteJsonl)
     pq.write_table(pa.table({"text": pa.array(documents, pa.large_string())}), tmp_path / "f.parquet")
     names = ["plain.jsonl", "a.jsonl.gz", "b.json.gz", "c.jsonl.zst", "d.parquet", "e.parquet", "f.parquet"]
     for name in names:
-        assert [row.text for row in rows_of(tmp_path / name)] == documents, name
+        assert [text_of(row) for row in rows_of(tmp_path / name)] == documents, name
         assert [row.number for row in rows_of(tmp_path / name)] == [0, 1, 2], name
 
 
 def test_a_text_file_is_one_document(tmp_path: Path) -> None:
     (tmp_path / "play.txt").write_bytes(b"one\r\n\ntwo\n")
-    assert [row.text for row in rows_of(tmp_path / "play.txt")] == ["one\r\n\ntwo\n"]
+    assert [text_of(row) for row in rows_of(tmp_path / "play.txt")] == ["one\r\n\ntwo\n"]
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     assert texts_and_problems(tmp_path / "latin.txt") == [(0, None, "invalid UTF-8")]
     (tmp_path / "empty.txt").write_bytes(b"")
@@ -161,7 +169,7 @@ def test_a_column_that_holds_no_text_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": [1, 2], "body": ["a", "b"]}), path)
     with pytest.raises(DataError, match="holds int64, not text; text columns are: body"):
         find_sources([str(path)], "text")
-    assert [row.text for row in rows_of(path, "body")] == ["a", "b"]
+    assert [text_of(row) for row in rows_of(path, "body")] == ["a", "b"]
 
 
 def test_nothing_found_is_refused(tmp_path: Path) -> None:
@@ -221,23 +229,84 @@ def test_a_text_file_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_a_file_that_changes_during_the_build_is_noticed(write_jsonl: WriteJsonl) -> None:
-    path = write_jsonl("a.jsonl", ["a"])
-    source = find_sources([str(path)], "text")[0]
-    source.assert_unchanged()
-    path.write_text('{"text": "longer"}\n')
-    with pytest.raises(DataError, match="changed while it was read"):
-        source.assert_unchanged()
+    path = write_jsonl("a.jsonl", ["aaaa"] * 9)
+    (source,), ((piece,),) = hash_sources(find_sources([str(path)], "text"), "text", threads=1)
+    assert len(list(read_rows(source, piece, "text"))) == 9
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[12] ^= 1  # same size and, after this, same time
+    path.write_bytes(data)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(DataError, match=r"changed since the plan was made \(block 0"):
+        list(read_rows(source, piece, "text"))
+    path.write_text('{"text": "longer"}\n' * 20)
+    with pytest.raises(DataError, match="changed since the plan was made"):
+        list(read_rows(source, piece, "text"))
 
 
 def test_a_text_file_as_paragraphs(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_bytes(b"\n\nFirst line,\r\nsecond line.\n \t\nCaf\xc3\xa9\n\n\nbad \xff byte\n\nLast, unterminated")
-    (source,) = find_sources([str(path)], "text", "paragraph")
-    rows = list(read_rows(source, "text"))
-    assert [(row.number, row.text, row.problem) for row in rows] == [
+    assert texts_and_problems(path, "paragraph") == [
         (0, "First line,\r\nsecond line.", None),
         (1, "Caf\u00e9", None),
         (2, None, "invalid UTF-8"),
         (3, "Last, unterminated", None),
     ]
-    assert rows[-1].position == path.stat().st_size
+
+
+def test_a_paragraph_too_long_to_hold_is_set_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("data_pipeline.rows.MAX_DOCUMENT_BYTES", 10)
+    path = tmp_path / "book.txt"
+    path.write_bytes(b"short\n\n" + b"x" * 35 + b"\nmore\n\nafter")
+    assert texts_and_problems(path, "paragraph") == [
+        (0, "short", None),
+        (1, None, "paragraph longer than 10 bytes"),
+        (2, "after", None),
+    ]
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 1_000, 10_000_000])
+def test_a_file_of_lines_is_cut_at_lines_and_keeps_its_row_numbers(
+    write_jsonl: WriteJsonl, monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
+    documents = [f"{number}\u00e9" * (number % 50 + 1) for number in range(400)]
+    rows: list[Any] = [*documents[:200], b"", b"{broken", *documents[200:]]
+    path = write_jsonl("a.jsonl", rows)
+    monkeypatch.setattr("data_pipeline.sources.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("data_pipeline.blocks.BLOCK_BYTES", 333)
+    (_,), (pieces,) = hash_sources(find_sources([str(path)], "text"), "text", threads=1)
+    assert pieces[0].start == 0
+    assert pieces[-1].stop == path.stat().st_size
+    assert [piece.stop for piece in pieces[:-1]] == [piece.start for piece in pieces[1:]]
+    if piece_bytes == 100:
+        assert len(pieces) > 100
+    expected = [(number + 2 * (number >= 200), text, None) for number, text in enumerate(documents)]
+    expected.insert(200, (201, None, "invalid JSON"))
+    assert texts_and_problems(path) == expected
+
+
+def test_row_groups_are_pieces(tmp_path: Path) -> None:
+    documents = [f"document {number}" for number in range(25)]
+    pq.write_table(pa.table({"text": documents, "id": list(range(25))}), tmp_path / "a.parquet", row_group_size=10)
+    (_,), (pieces,) = hash_sources(find_sources([str(tmp_path)], "text"), "text", threads=1)
+    assert [(piece.start, piece.stop, piece.first_row) for piece in pieces] == [(0, 1, 0), (1, 2, 10), (2, 3, 20)]
+    assert texts_and_problems(tmp_path) == [(number, text, None) for number, text in enumerate(documents)]
+
+
+def test_folders_of_datasets(tmp_path: Path) -> None:
+    texts = ["one", None, "", "four <|endoftext|>"]
+    datasets.Dataset.from_dict({"id": [1, 2, 3, 4], "text": texts}).save_to_disk(str(tmp_path / "saved"), num_shards=2)
+    rows = rows_of(tmp_path / "saved")
+    assert [(row.number, text_of(row)) for row in rows] == [(0, "one"), (1, None), (0, ""), (1, "four <|endoftext|>")]
+    with (
+        pa.OSFile(str(tmp_path / "file.arrow"), "wb") as file,
+        pa.ipc.new_file(file, pa.schema({"text": pa.string()})) as writer,
+    ):
+        writer.write_table(pa.table({"text": texts}))
+    assert [text_of(row) for row in rows_of(tmp_path / "file.arrow")] == texts
+    with pytest.raises(DataError, match=r"no column 'body'; it has id, text"):
+        find_sources([str(tmp_path / "saved")], "body")
+    (tmp_path / "file.arrow").write_bytes(b"<html>")
+    with pytest.raises(DataError, match="expected an Arrow file, but it looks like an HTML page"):
+        find_sources([str(tmp_path / "file.arrow")], "text")
