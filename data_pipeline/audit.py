@@ -124,5 +124,8 @@ def repeated_stretches(data: bytes) -> NDArray[np.int64]:
     """Positions of aligned stretches of 128 bytes that repeat what stands 12 bytes before."""
     values = np.frombuffer(data, np.uint8)
     usable = max(0, (len(values) - _PERIOD) // _STRETCH) * _STRETCH
-    same = values[_PERIOD : usable + _PERIOD] == values[:usable]
-    return np.flatnonzero(same.reshape(-1, _STRETCH).all(axis=1)) * _STRETCH + _PERIOD
+    stretches = values[_PERIOD : usable + _PERIOD].reshape(-1, _STRETCH)
+    before = values[:usable].reshape(-1, _STRETCH)
+    likely = np.flatnonzero(stretches[:, 0] == before[:, 0])  # the first byte settles nearly all
+    repeated = np.flatnonzero((stretches[likely] == before[likely]).all(axis=1))
+    return likely[repeated] * _STRETCH + _PERIOD

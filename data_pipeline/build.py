@@ -153,22 +153,23 @@ class _Build:
         if self.options.val_split == "nanogpt" and [file.kind for file in found] == ["text"]:
             found = [replace(found[0], kind="nanogpt-text")]
         workspace = Workspace(self.output)
-        if workspace.is_finished:
+        if not workspace.is_finished:
+            workspace.open()
+        if workspace.is_finished:  # looked at after the directory was made: nobody starts anew what has just ended
             self._check_finished(self._make_plan(found))
             workspace.remove()
             return self._result(up_to_date=True)
-        workspace.open()
-        with Claims(workspace.path) as claims:
-            identity = TokenizerIdentity.of(self.loaded)
-            plan = workspace.settle_plan(found, identity, self.options, claims, lambda: self._make_plan(found))
-            self._say(plan.describe())
-            try:
+        try:
+            with Claims(workspace.path) as claims:
+                identity = TokenizerIdentity.of(self.loaded)
+                plan = workspace.settle_plan(found, identity, self.options, claims, lambda: self._make_plan(found))
+                self._say(plan.describe())
                 self._do_units(plan, workspace, claims)
                 self._finish(plan, workspace, claims)
-            except OSError:
-                # Another node has finished and removed the directory under a unit that it had taken over.
-                if not workspace.is_finished:
-                    raise
+        except OSError:
+            # Another node has finished, and removed the directory under this one.
+            if not workspace.is_finished:
+                raise
         return self._result(up_to_date=False)
 
     @property
@@ -334,7 +335,10 @@ class _Schedule:
             for number in self._workers.finished(_POLL_SECONDS if self._open else 0.2):
                 self._open.discard(number)
                 self._claims.give_back(_claim(number))
-                self._fetcher.release(self._plan.units[number])
+                if self._workspace.is_committed(number):
+                    self._fetcher.release(self._plan.units[number])
+                else:  # taken over by another node while this one was stopped: wait for it, or do it after all
+                    self._pending.append(number)
             if waits_for_files:
                 idle = self._workers.size - len(self._open)
                 self.waited_seconds += (time.monotonic() - started) * idle / self._workers.size

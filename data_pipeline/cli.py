@@ -63,8 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m data_pipeline", description="Text to tokens, once and exactly.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_prepare(commands)
-    add = _command(commands, "verify", _verify, "hash every file again", "verify data/fineweb")
+    add = _command(commands, "verify", _verify, "hash every file again", "verify data/fineweb --deep")
     add("directory", metavar="DIR", help="a data set")
+    add("--source", nargs="+", default=[], metavar="S", help="hash the files that it was made from, too")
+    add("--deep", action="store_true", help="also decode every document and encode its text again")
+    add("--tokenizer", metavar="SPEC", help="--deep, for data sets of a SentencePiece model: its path")
     add = _command(
         commands,
         "inspect",
@@ -308,11 +311,17 @@ def _given_or_slurm(given: int | None, variable: str, default: int) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    manifest, problems = verify(options.directory)
+    manifest, problems = verify(
+        options.directory, sources=options.source, deep=options.deep, tokenizer=options.tokenizer
+    )
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
     if not problems:
         print(f"{options.directory}: all {len(manifest.parts)} parts are what the manifest says")
+        if options.source:
+            print(f"all {len(manifest.sources)} sources are those that it was made from")
+        if options.deep:
+            print(f"the text of all {manifest.accounting.documents:,} documents encodes to the stored ids")
     return 1 if problems else 0
 
 

@@ -305,7 +305,8 @@ def _publish(name: str, output: Path, made: list[tuple[Path, PartRecord]]) -> li
     for directory, part in made:
         final = replace(part, file=f"{name}_{part.split}_{numbers[part.split]:06d}.bin")
         numbers[part.split] += 1
-        for here, there in ((part.file, final.file), (part.idx_file, final.idx_file)):
+        names = (part.file, part.idx_file, part.sums_file), (final.file, final.idx_file, final.sums_file)
+        for here, there in zip(*names, strict=True):
             if (directory / here).exists():
                 os.rename(directory / here, output / there)
         published.append(final)

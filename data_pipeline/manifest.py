@@ -80,7 +80,7 @@ class Manifest:
         """Write both files, the manifest last: it marks the data set as finished. Returns the identity."""
         data = self.to_bytes()
         identity = hashlib.sha256(data).hexdigest()
-        write_atomic(directory / MANIFEST_HASH_FILE, f"{identity}  {MANIFEST_FILE}\n".encode())
+        write_atomic(directory / MANIFEST_HASH_FILE, _hash_line(identity))
         write_atomic(directory / MANIFEST_FILE, data)
         return identity
 
@@ -98,11 +98,11 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
     hash_path = directory / MANIFEST_HASH_FILE
     try:
         data = path.read_bytes()
-        promised = hash_path.read_text().split()
+        promised = hash_path.read_bytes()
     except FileNotFoundError as error:
         raise DataError(f"{error.filename}: missing; the data set is unfinished or was copied in part") from None
     identity = hashlib.sha256(data).hexdigest()
-    if promised[:1] != [identity]:
+    if promised != _hash_line(identity):
         raise DataError(f"{path}: its SHA-256 is {identity}, not what {hash_path.name} says; copy both anew")
     try:
         return _parse(json.loads(data)), identity
@@ -110,6 +110,11 @@ def read_manifest(directory: Path) -> tuple[Manifest, str]:
         raise DataError(
             f"{path}: not a manifest of {FORMAT_NAME} version {FORMAT_VERSION} ({error!r}); run prepare again"
         ) from error
+
+
+def _hash_line(identity: str) -> bytes:
+    """The content of ``manifest.sha256``: what ``sha256sum`` writes and checks."""
+    return f"{identity}  {MANIFEST_FILE}\n".encode()
 
 
 def _parse(value: dict[str, Any]) -> Manifest:

@@ -1,6 +1,7 @@
 """Writes a stream of documents as parts: whole documents, at most ``part_tokens`` tokens each."""
 
 import array
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 
 from data_pipeline.binformat import HEADER_BYTES, BinHeader, idx_bytes
 from data_pipeline.durable import file_sha256, write_synced
+from data_pipeline.pages import hash_pages
 
 _BUFFER_BYTES = 1 << 20
 
@@ -27,6 +29,7 @@ class PartRecord:
         max_token_id: the largest id in the part.
         sha256: of the ``.bin``.
         idx_sha256: of the ``.idx``.
+        sums_sha256: of the ``.sums``, see `data_pipeline.pages`; empty in data sets of version 1, which have none.
     """
 
     file: str
@@ -36,11 +39,17 @@ class PartRecord:
     max_token_id: int
     sha256: str
     idx_sha256: str
+    sums_sha256: str = ""
 
     @property
     def idx_file(self) -> str:
         """Name of the ``.idx`` file."""
         return str(Path(self.file).with_suffix(".idx"))
+
+    @property
+    def sums_file(self) -> str:
+        """Name of the ``.sums`` file."""
+        return str(Path(self.file).with_suffix(".sums"))
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ class PartFormat:
 
 
 class PartSeries:
-    """Parts ``SPLIT-NNNNNN.bin`` and ``.idx`` in one directory; nothing is renamed or synced upward here."""
+    """Parts ``SPLIT-NNNNNN.bin``, ``.idx`` and ``.sums`` in one directory; nothing is renamed or synced upward here."""
 
     def __init__(self, directory: Path, split: str, part_format: PartFormat) -> None:
         """Start an empty series of ``split`` in ``directory``."""
@@ -125,7 +134,10 @@ class PartSeries:
         os.fsync(self._file.fileno())
         self._file.close()
         path = self._path
+        # Hashed as read back, so that the hashes speak for the file and not for our intention.
+        sha256, sums = hash_pages(path)
         index = path.with_suffix(".idx")
+        write_synced(path.with_suffix(".sums"), sums)
         write_synced(index, idx_bytes(np.array(self._lengths, dtype=np.int32), itemsize))
         self.records.append(
             PartRecord(
@@ -134,9 +146,9 @@ class PartSeries:
                 tokens=self._tokens,
                 documents=len(self._lengths),
                 max_token_id=self._max_token_id,
-                # Hashed as read back, so that the hash speaks for the file and not for our intention.
-                sha256=file_sha256(path),
+                sha256=sha256,
                 idx_sha256=file_sha256(index),
+                sums_sha256=hashlib.sha256(sums).hexdigest(),
             )
         )
         self._file = None

@@ -15,6 +15,7 @@ from data_pipeline.binformat import HEADER_BYTES, BinHeader, read_header
 from data_pipeline.errors import DataError
 from data_pipeline.layout import SplitLayout
 from data_pipeline.manifest import MANIFEST_FILE, MANIFEST_HASH_FILE, read_manifest
+from data_pipeline.pages import PAGE_BYTES, PageSums, num_pages
 
 # Parts that are held open: far below the usual limit of 1,024 descriptors per process.
 _MAX_OPEN_PARTS = 128
@@ -55,7 +56,17 @@ class _Piece(NamedTuple):
     offset: int
 
 
-def open_dataset(path: str | Path, split: str, sequence_length: int, access: str = "pread") -> "TokenWindows":
+class _Part(NamedTuple):
+    """One part: the names of its files, the sums' being None where it has none, and its header."""
+
+    file: str
+    sums_file: str | None
+    header: BinHeader
+
+
+def open_dataset(
+    path: str | Path, split: str, sequence_length: int, access: str = "pread", verify_reads: bool = True
+) -> "TokenWindows":
     """Open one split of a data set.
 
     A directory that `prepare` made has a manifest, whose SHA-256 is the identity. A directory without one
@@ -68,6 +79,8 @@ def open_dataset(path: str | Path, split: str, sequence_length: int, access: str
         sequence_length: tokens per sample, the shift by one for the targets not counted.
         access: ``pread`` reads into a buffer that is used again, and memory stays flat. ``mmap`` maps the parts,
             without read-ahead; pages that were read stay in the process's memory as long as the kernel likes.
+        verify_reads: hold every page that is read against its sum (see `data_pipeline.pages`), where there are sums:
+            parts of others and data sets of version 1 have none.
 
     Raises:
         DataError: there is no such data set, a part is missing or damaged, or the split holds no window.
@@ -96,6 +109,8 @@ def open_dataset(path: str | Path, split: str, sequence_length: int, access: str
         raise DataError(
             f"{path}: the {split} split is empty; make it with: {make} (--val-fraction sets the share of val)"
         )
+    if not verify_reads:
+        parts = [part._replace(sums_file=None) for part in parts]
     return TokenWindows(path, split, sequence_length, info, parts, access)
 
 
@@ -122,25 +137,27 @@ class TokenWindows:
         split: str,
         sequence_length: int,
         info: SplitInfo,
-        parts: Sequence[tuple[str, BinHeader]],
+        parts: Sequence[_Part],
         access: str = "pread",
     ) -> None:
-        """Lay windows over parts ``(file name, header)``; use `open_dataset`."""
+        """Lay windows over parts; use `open_dataset`."""
         self.path = path
         self.split = split
         self.sequence_length = sequence_length
         self.info = info
         self.access = access
         self._parts = parts
-        self._dtype = parts[0][1].dtype
+        self._dtype = parts[0].header.dtype
         self._open_parts: dict[int, int] = {}
         self._open_maps: dict[int, mmap.mmap] = {}
+        self._open_sums: dict[int, PageSums] = {}
+        self._pages = memoryview(bytearray())
         self._buffer: NDArray[Any] = np.empty((0, sequence_length + 1), dtype=self._dtype)
         self.layout = SplitLayout(self.part_tokens, sequence_length)
         self.num_tokens = self.layout.num_tokens
         self.num_windows = self.layout.num_windows
         if self.num_windows == 0:
-            longest = max(header.num_tokens for _, header in parts)
+            longest = max(part.header.num_tokens for part in parts)
             raise DataError(
                 f"{path}: the {split} split has no window of {sequence_length + 1:,} tokens: its longest "
                 f"part has {longest:,}. A sequence_length of at most {longest - 1:,} works, or more text"
@@ -149,12 +166,12 @@ class TokenWindows:
     @property
     def part_tokens(self) -> list[int]:
         """Tokens of each part, in order."""
-        return [header.num_tokens for _, header in self._parts]
+        return [part.header.num_tokens for part in self._parts]
 
     @property
     def part_files(self) -> list[str]:
         """File name of each part, in order."""
-        return [file for file, _ in self._parts]
+        return [part.file for part in self._parts]
 
     @property
     def manifest_sha256(self) -> str:
@@ -200,7 +217,8 @@ class TokenWindows:
 
         Raises:
             IndexError: a window is out of range.
-            DataError: a part was truncated since it was opened, or holds an id outside the vocabulary.
+            DataError: a part was truncated since it was opened, differs from its page sums, or holds an id outside the
+                vocabulary.
         """
         numbers = np.asarray(windows, dtype=np.int64)
         if numbers.size and (int(numbers.min()) < 0 or int(numbers.max()) >= self.num_windows):
@@ -244,7 +262,7 @@ class TokenWindows:
             self._fetch(pieces, buffer)
         if buffer.size and int(buffer.max()) >= self.vocab_size:
             bad = int(np.argmax(buffer.max(axis=1) >= self.vocab_size))
-            file = self.path / self._parts[next(piece.part for piece in pieces if piece.row == bad)][0]
+            file = self.path / self._parts[next(piece.part for piece in pieces if piece.row == bad)].file
             raise DataError(
                 f"{file}: {kind} {names[bad]} holds id {buffer[bad].max()}, outside the vocabulary "
                 f"of {self.vocab_size:,}; `python -m data_pipeline verify {self.path}` names damage"
@@ -258,6 +276,8 @@ class TokenWindows:
 
     def close(self) -> None:
         """Close the open parts; a later `read` opens them again."""
+        while self._open_sums:
+            self._open_sums.popitem()[1].close()
         while self._open_maps:
             self._open_maps.popitem()[1].close()
         while self._open_parts:
@@ -285,7 +305,7 @@ class TokenWindows:
                     yield _Piece(row, begin, begin + available, part, HEADER_BYTES + offset * itemsize)
                 begin += available
                 part, offset = part + 1, 0
-                available = self._parts[part][1].num_tokens
+                available = self._parts[part].header.num_tokens
             yield _Piece(row, begin, length, part, HEADER_BYTES + offset * itemsize)
 
     def _fetch(self, pieces: list[_Piece], buffer: NDArray[Any]) -> None:
@@ -294,8 +314,25 @@ class TokenWindows:
             os.posix_fadvise(self._descriptor(part), offset, (end - begin) * itemsize, os.POSIX_FADV_WILLNEED)
         for row, begin, end, part, offset in pieces:
             target = buffer[row, begin:end]
-            if os.preadv(self._descriptor(part), [target.data], offset) != target.nbytes:
+            descriptor, sums = self._descriptor(part), self._sums(part)
+            if sums is None:
+                if os.preadv(descriptor, [target.data], offset) != target.nbytes:
+                    raise self._truncated(part)
+                continue
+            first, skipped, size = self._whole_pages(part, offset, target.nbytes)
+            if len(self._pages) < size:
+                self._pages = memoryview(bytearray(size))
+            pages = self._pages[:size]
+            if os.preadv(descriptor, [pages], first * PAGE_BYTES) != size:
                 raise self._truncated(part)
+            sums.check(first, pages)
+            target[:] = np.frombuffer(pages, self._dtype, len(target), skipped)
+
+    def _whole_pages(self, part: int, offset: int, size: int) -> tuple[int, int, int]:
+        """The pages that hold ``size`` bytes from ``offset``: the first one, what to skip in it, bytes of all."""
+        first, skipped = divmod(offset, PAGE_BYTES)
+        stop = min(num_pages(offset + size) * PAGE_BYTES, self._parts[part].header.file_bytes)
+        return first, skipped, stop - first * PAGE_BYTES
 
     def _fetch_mapped(self, pieces: list[_Piece], buffer: NDArray[Any]) -> None:
         itemsize = self._dtype.itemsize
@@ -307,35 +344,52 @@ class TokenWindows:
                 raise self._truncated(part)
             mapped.madvise(mmap.MADV_WILLNEED, first, offset + (end - begin) * itemsize - first)
         for row, begin, end, part, offset in pieces:
+            sums = self._sums(part)
+            if sums is not None:
+                page, _, size = self._whole_pages(part, offset, (end - begin) * itemsize)
+                with memoryview(self._map(part)) as whole, whole[page * PAGE_BYTES :][:size] as pages:
+                    sums.check(page, pages)
             buffer[row, begin:end] = np.frombuffer(self._map(part), self._dtype, end - begin, offset)
 
     def _truncated(self, part: int) -> DataError:
-        return DataError(f"{self.path / self._parts[part][0]}: truncated since it was opened; copy it anew")
+        return DataError(f"{self.path / self._parts[part].file}: truncated since it was opened; copy it anew")
 
     def _descriptor(self, part: int) -> int:
         descriptor = self._open_parts.get(part)
         if descriptor is None:
             while len(self._open_parts) >= _MAX_OPEN_PARTS:
                 os.close(self._open_parts.pop(next(iter(self._open_parts))))
-            descriptor = os.open(self.path / self._parts[part][0], os.O_RDONLY)
+            descriptor = os.open(self.path / self._parts[part].file, os.O_RDONLY)
             self._open_parts[part] = descriptor
         return descriptor
+
+    def _sums(self, part: int) -> PageSums | None:
+        file, sums_file, header = self._parts[part]
+        if sums_file is None:
+            return None
+        sums = self._open_sums.get(part)
+        if sums is None:
+            while len(self._open_sums) >= _MAX_OPEN_PARTS:
+                self._open_sums.pop(next(iter(self._open_sums))).close()
+            sums = PageSums(self.path / sums_file, self.path / file, header.file_bytes)
+            self._open_sums[part] = sums
+        return sums
 
     def _map(self, part: int) -> mmap.mmap:
         mapped = self._open_maps.get(part)
         if mapped is None:
             while len(self._open_maps) >= _MAX_OPEN_PARTS:
                 self._open_maps.pop(next(iter(self._open_maps))).close()
-            with open(self.path / self._parts[part][0], "rb") as file:
+            with open(self.path / self._parts[part].file, "rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             mapped.madvise(mmap.MADV_RANDOM)
-            if mapped.size() < self._parts[part][1].file_bytes:
+            if mapped.size() < self._parts[part].header.file_bytes:
                 raise self._truncated(part)
             self._open_maps[part] = mapped
         return mapped
 
 
-def _from_manifest(path: Path, split: str) -> tuple[SplitInfo, list[tuple[str, BinHeader]]]:
+def _from_manifest(path: Path, split: str) -> tuple[SplitInfo, list[_Part]]:
     manifest, identity = read_manifest(path)
     records = manifest.parts_of(split)
     parts = []
@@ -346,7 +400,7 @@ def _from_manifest(path: Path, split: str) -> tuple[SplitInfo, list[tuple[str, B
                 f"{path / record.file}: its header says {header.num_tokens:,} tokens, the manifest "
                 f"{record.tokens:,}; the part is of another data set: copy it anew"
             )
-        parts.append((record.file, header))
+        parts.append(_Part(record.file, record.sums_file if record.sums_sha256 else None, header))
     info = SplitInfo(
         manifest_sha256=identity,
         tokenizer_name=manifest.tokenizer.name,
@@ -358,7 +412,7 @@ def _from_manifest(path: Path, split: str) -> tuple[SplitInfo, list[tuple[str, B
     return info, parts
 
 
-def _from_foreign_parts(path: Path, split: str) -> tuple[SplitInfo, list[tuple[str, BinHeader]]]:
+def _from_foreign_parts(path: Path, split: str) -> tuple[SplitInfo, list[_Part]]:
     identity = hashlib.sha256()
     parts = []
     for file in sorted([*path.glob("*_train_*.bin"), *path.glob("*_val_*.bin")]):
@@ -372,7 +426,7 @@ def _from_foreign_parts(path: Path, split: str) -> tuple[SplitInfo, list[tuple[s
             start = opened.read(HEADER_BYTES)
         identity.update(f"{file.name}\n{header.file_bytes}\n".encode() + start)
         if f"_{split}_" in file.name:
-            parts.append((file.name, header))
+            parts.append(_Part(file.name, None, header))
     info = SplitInfo(
         manifest_sha256=identity.hexdigest(),
         tokenizer_name=_FOREIGN_TOKENIZER,

@@ -91,12 +91,14 @@ def _table_rows(
     seen = 0
     try:
         for batch in batches:
-            for data in _as_binary(batch.column(text_column)).to_pylist():
+            texts = _as_binary(batch.column(text_column))
+            check = _taken if _all_utf8(texts) else _checked
+            for data in texts.to_pylist():
                 if data is None:
                     yield Row(index, None, None, 0, 0.0)
                 else:
                     seen += len(data)
-                    yield _checked(index, data, min(1.0, seen / max(piece.text_bytes, 1)))
+                    yield check(index, data, min(1.0, seen / max(piece.text_bytes, 1)))
                 index += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(
@@ -110,6 +112,19 @@ def _as_binary(column: Any) -> Any:
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     return column.cast(pa.large_binary())
+
+
+def _all_utf8(texts: Any) -> bool:
+    """Whether every text of a binary column is UTF-8: Arrow's check of a whole column costs a tenth of Python's."""
+    try:
+        texts.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _taken(index: int, data: bytes, done: float) -> Row:
+    return Row(index, data, None, 0, done)
 
 
 def _checked(index: int, data: bytes, done: float) -> Row:

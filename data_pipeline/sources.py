@@ -100,6 +100,7 @@ def find_sources(
     text_column: str = "text",
     text_documents: str = "file",
     download_dir: Path | None = None,
+    check: bool = True,
 ) -> list[FoundFile]:
     """Find and check the files that ``specs`` name.
 
@@ -108,6 +109,7 @@ def find_sources(
         text_column: the column that every parquet and Arrow file must have.
         text_documents: ``file`` or ``paragraph``, what a document of a .txt file is.
         download_dir: where files of hub sources are put.
+        check: look into each file.
 
     Returns:
         Each file once, sorted by name: an order that does not depend on the machine.
@@ -132,7 +134,8 @@ def find_sources(
         kind, compression = FORMATS[_suffix(path)]
         if kind == "text" and text_documents == "paragraph":
             kind = "paragraphs"
-        _CHECKS[kind](path, text_column)
+        if check:
+            _CHECKS[kind](path, text_column)
         sources.append(FoundFile(path, name, kind, compression, os.stat(path).st_size))
     return sorted(sources, key=lambda source: source.name)
 

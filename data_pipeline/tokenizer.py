@@ -5,7 +5,8 @@ characters, never the end-of-text id. The build puts that id in front of each do
 """
 
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +19,8 @@ from data_pipeline.vocabulary import load_gpt2_vocabulary
 
 # The pre-tokenizer of GPT-2 in tiktoken's possessive spelling (tiktoken_ext.openai_public).
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# Unicode's White_Space, which is what the pattern's \s is; Python's holds four control characters more.
+_LONG_BLANKS = re.compile(r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]{1000,}")
 GPT2_EOT = 50_256
 END_OF_TEXT = "<|endoftext|>"
 
@@ -70,13 +73,34 @@ class Gpt2Tokenizer:
 
     def encode(self, text: str) -> NDArray[np.uint32]:
         """Equal to tiktoken's ``encode_ordinary``, without the Python list."""
+        text = well_formed(text)
+        try:
+            return self._encode(text)
+        except ValueError:  # tiktoken's pattern runs out of stack in a long run of blanks before something else
+            return np.concatenate([self._encode(piece) for piece in _cut_in_blanks(text)])
+
+    def _encode(self, text: str) -> NDArray[np.uint32]:
         # No special token is allowed, none is refused: that is ordinary encoding.
-        ids = self._encoding.encode_to_numpy(well_formed(text), allowed_special=set(), disallowed_special=())
-        return np.asarray(ids, dtype=np.uint32)
+        return np.asarray(self._encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=()), np.uint32)
 
     def decode(self, ids: Sequence[int] | NDArray[Any]) -> str:
         """See `Tokenizer.decode`."""
         return self._encoding.decode([int(token) for token in ids])
+
+
+def _cut_in_blanks(text: str) -> Iterator[str]:
+    """Pieces whose ids, joined, are those of ``text``: cut where the pattern cuts anyway.
+
+    Of blanks before something else the pattern takes all but the last as one token to be; at the end of a piece it
+    takes the same ones without having to step back.
+    """
+    start = 0
+    for run in _LONG_BLANKS.finditer(text):
+        if run.end() < len(text):
+            yield text[start : run.start()]
+            start = run.end() - 1
+            yield text[run.start() : start]
+    yield text[start:]
 
 
 class BytesTokenizer:

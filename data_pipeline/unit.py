@@ -113,6 +113,8 @@ class Encoders:
 def run_unit(task: UnitTask, encoders: Encoders, board: Board) -> None:
     """Do the unit and commit it; its directory appears whole, receipt included, or not at all.
 
+    It returns without the unit where another node has taken that over; whoever needs it looks whether it is there.
+
     Raises:
         DataError: a source is damaged or changed, or two tokenizers disagree.
         Stopped: `Board.stop` was called.
@@ -126,6 +128,10 @@ def run_unit(task: UnitTask, encoders: Encoders, board: Board) -> None:
         write_synced(aside / PROVENANCE_FILE, json.dumps(provenance, sort_keys=True).encode() + b"\n")
         write_synced(aside / RECEIPT_FILE, receipt.to_bytes())
         commit_directory(aside, task.directory)
+    except FileNotFoundError:
+        if aside.exists():
+            raise
+        return  # stopped for long, this node lost the unit to another, which has cleared the directory away
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     board.text_bytes[task.number] = task.text_bytes

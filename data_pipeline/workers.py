@@ -130,24 +130,25 @@ class WorkerPool:
             self._workers.append(worker)
         worker.task = task
         worker.progress = (-1, time.monotonic())
-        worker.pipe.send(task)
+        with suppress(BrokenPipeError):  # it died while it was idle; `finished` sees that and replaces it
+            worker.pipe.send(task)
 
     def finished(self, timeout_seconds: float) -> list[int]:
         """See `Workers.finished`."""
         done = []
         connection.wait([worker.pipe for worker in self._workers], timeout_seconds)
-        for position, worker in enumerate(self._workers):
+        for worker in list(self._workers):
             try:
-                while worker.pipe.poll():
-                    error = worker.pipe.recv()
-                    if error is not None:
-                        raise error
-                    assert worker.task is not None
-                    done.append(worker.task.number)
-                    worker.task = None
+                answers = [worker.pipe.recv()] if worker.pipe.poll() else []
             except (EOFError, OSError):
-                self._replace(position)
+                self._replace(worker)
                 continue
+            for error in answers:
+                if error is not None:
+                    raise error
+                assert worker.task is not None
+                done.append(worker.task.number)
+                worker.task = None
             self._kill_if_hung(worker)
         return done
 
@@ -163,17 +164,14 @@ class WorkerPool:
                 worker.process.kill()
                 worker.process.join()
 
-    def _replace(self, position: int) -> None:
+    def _replace(self, dead: _Worker) -> None:
         """Start a process in the place of one that died, and give it the same unit."""
-        dead = self._workers[position]
+        self._workers.remove(dead)
         dead.pipe.close()
         dead.process.join()
         task = dead.task
         if task is None:
-            raise DataError(
-                f"a worker process ended before it had work (exit code {dead.process.exitcode}); run the same "
-                "command with --workers 1 to see why"
-            )
+            return  # it was idle: `submit` starts another when there is work for it
         self._deaths[task.number] = self._deaths.get(task.number, 0) + 1
         if self._deaths[task.number] >= _MAX_DEATHS:
             files = ", ".join(dict.fromkeys(source.name for source in task.sources))
@@ -182,7 +180,6 @@ class WorkerPool:
                 f"{dead.process.exitcode}; -9 means killed, usually for memory); finished units are kept: run the same "
                 "command again, with fewer --workers if memory was short"
             )
-        self._workers[position] = _Worker(self._context, self._names, self._board)
         self.submit(task)
 
     def _kill_if_hung(self, worker: _Worker) -> None:

@@ -5,6 +5,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,13 @@ class Workspace:
     def clear_stale(self, number: int) -> None:
         """Remove what a killed worker left half-done of a unit that is claimed by the caller."""
         for stale in self.path.glob(f"{unit_directory(self.path, number).name}.*.tmp"):
-            shutil.rmtree(stale, ignore_errors=True)
+            _remove_at_once(stale)
 
     def remove(self) -> None:
-        """Remove the directory."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        """Remove the directory, and what a killed process left of it here."""
+        _remove_at_once(self.path)
+        for left in self.output.glob(f"{self.path.name}.*.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def _blocks_file(self, sha256: str) -> Path:
         return self.path / _BLOCKS_DIRECTORY / sha256
@@ -154,3 +157,11 @@ class Workspace:
             )
         blocks = b"" if named[0].remote else self._blocks_file(record["sha256"]).read_bytes()
         return SourceFile.of(named[0], record["sha256"], blocks)
+
+
+def _remove_at_once(directory: Path) -> None:
+    """Remove a directory that others may be working in: for them it is gone whole, never in part."""
+    aside = directory.with_name(f"{directory.name.removesuffix('.tmp')}.{uuid.uuid4().hex[:8]}.tmp")
+    with suppress(FileNotFoundError):
+        os.rename(directory, aside)
+        shutil.rmtree(aside, ignore_errors=True)

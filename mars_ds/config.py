@@ -93,6 +93,8 @@ class DataSection(Section):
     """permutation: shift the windows of each epoch by another offset."""
     access: Literal["pread", "mmap"] = "pread"
     """pread: into buffers that are used again. mmap: mapped files."""
+    verify_reads: bool = True
+    """Hold every page of the data that is read against its sum, about two microseconds a window."""
     prefetch_steps: NonNegativeInt = 2
     """Steps that a thread reads ahead; 0 reads when a step begins."""
     accept_changed: Annotated[str, Field(pattern=r"^[0-9a-f]{12,64}$")] | None = None

@@ -217,7 +217,8 @@ def open_split(config: RunConfig, split: str) -> TokenWindows:
         data_pipeline.DataError: With the command that makes the data, when it is missing.
     """
     try:
-        return open_dataset(config.data.path, split, config.model.sequence_length, config.data.access)
+        data = config.data
+        return open_dataset(data.path, split, config.model.sequence_length, data.access, data.verify_reads)
     except DataError as error:
         if split != "val":
             raise

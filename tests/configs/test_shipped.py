@@ -31,6 +31,10 @@ FAMILY = [path for path in RUNS if path.parent == CONFIGS and path.stem not in S
 PARAMETERS = {"small": 124_373_760, "medium": 354_599_936, "large": 773_582_080, "xl": 1_556_840_000}
 FLOORS = {"small": 3e-5, "medium": 6e-5, "large": 1e-5, "xl": 1e-5}
 DATA = {"owt": "data/openwebtext", "fineweb_edu": "data/fineweb_edu_100b"}
+REPRODUCED_DATA = {
+    "owt": ("data/openwebtext_nanogpt", "random_offsets"),
+    "fineweb_edu": ("data/fineweb_edu_100b_llmc", "random_part"),
+}
 
 # (lr, lr of vectors) by published run.
 PUBLISHED_LR = {
@@ -121,7 +125,11 @@ def test_model_data_and_formats(path: Path) -> None:
     config, size = load_config(path), _size(path.stem)
     assert num_parameters(gpt2_config(config.model)) == PARAMETERS[size]
     assert (config.model.sequence_length, config.model.bias, config.model.dropout) == (1024, False, 0.0)
-    assert config.data.path == DATA["owt" if path.stem.endswith("_owt") else "fineweb_edu"]
+    corpus = "owt" if path.stem.endswith("_owt") else "fineweb_edu"
+    if path in REPRODUCTIONS:
+        assert (config.data.path, config.data.sampling) == REPRODUCED_DATA[corpus]
+    else:
+        assert (config.data.path, config.data.sampling) == (DATA[corpus], "permutation")
     assert (config.precision.dtype, config.precision.accumulation_dtype) == ("bfloat16", "float32")
     assert (config.zero.stage, config.batch.gradient_clipping) == (1, 1.0)
     assert (config.schedule.kind, config.schedule.warmup_steps) == ("cosine", 2000)

@@ -96,7 +96,7 @@ def test_the_identity_is_the_hash_of_the_manifest_and_tells_no_place(corpus: Pat
     assert value["tokens"]["train"] == sum(part["tokens"] for part in value["parts"] if part["split"] == "train")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(
         ["manifest.json", "manifest.sha256", "provenance.jsonl", "quarantine.jsonl", "receipts.jsonl"]
-        + [Path(part["file"]).stem + end for part in value["parts"] for end in (".bin", ".idx")]
+        + [Path(part["file"]).stem + end for part in value["parts"] for end in (".bin", ".idx", ".sums")]
     )
 
 
@@ -161,7 +161,7 @@ def test_a_killed_build_resumes_to_the_same_bytes(corpus: Path, tmp_path: Path) 
     stages = []
     # Each run dies at its Nth sync or rename and the next goes on from there: in leaps through the units and
     # the publishing of parts, in small steps to the end of it, then once at each of the last nine operations.
-    for countdown in [20, *[61] * 5, *[8] * 8, *range(1, 20)]:
+    for countdown in [20, *[61] * 7, *[8] * 12, *range(1, 20)]:
         killed = subprocess.run(
             [sys.executable, "-c", KILLER, str(corpus), str(tmp_path / "out"), str(countdown)],
             stderr=subprocess.PIPE,
