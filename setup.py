@@ -27,6 +27,7 @@ RUNTIME = [
     "zstandard",
     "huggingface_hub",
     "httpx2",
+    "psutil",
 ]
 FAST = ["gigatoken", "fastokens"]
 DEVELOPMENT = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit", "megatron-core"]

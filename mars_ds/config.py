@@ -40,6 +40,10 @@ class RunSection(Section):
     start afresh. never: refuse a run folder that already holds a run."""
     init_from: str | None = None
     """Checkpoint folder to take the weights (only) from at the start of a new run."""
+    time_limit_minutes: Annotated[float, Field(gt=0.0)] | None = None
+    """Save and stop before the process has run so long."""
+    stop_file: str | None = None
+    """Save and stop when this file appears; default: `stop` in the run folder."""
 
 
 class ModelSection(Section):
@@ -193,7 +197,24 @@ class EvaluationSection(Section):
     interval_steps: NonNegativeInt = 1000
     """Every so many steps, and at step 0 and the end; 0 switches evaluation off."""
     sequences: PositiveInt = 1024
-    """Windows of the validation split, the same at every evaluation and world size."""
+    """Windows of a validation split, the same at every evaluation and world size."""
+    sets: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")], str] = {}
+    """More sets to evaluate: name -> folder of a data set; its validation split is taken, else its training split."""
+
+
+class HealthSection(Section):
+    """When a step is not applied, and when the run must not go on."""
+
+    max_skipped_in_a_row: PositiveInt = 20
+    """Updates in a row that may be skipped; then the run writes a bundle and stops."""
+    spike_zscore: NonNegativeFloat = 6.0
+    """Standard deviations above its running mean from which a loss counts as a spike; 0 is off."""
+    spike_policy: Literal["warn", "skip"] = "warn"
+    """warn: say so. skip: do not apply the update of a spike."""
+    heartbeat_seconds: NonNegativeFloat = 10.0
+    """Each rank renews its heartbeat file so often; 0 writes none."""
+    silence_seconds: Annotated[float, Field(gt=0.0)] = 300.0
+    """A step that takes longer is reported, with the rank that holds the others up."""
 
 
 class WandbSection(Section):
@@ -228,6 +249,7 @@ class RunConfig(Section):
     """Raw DeepSpeed keys laid over the generated config."""
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
+    health: HealthSection = HealthSection()
     telemetry: TelemetrySection = TelemetrySection()
 
     @model_validator(mode="after")
@@ -265,6 +287,11 @@ class RunConfig(Section):
     def run_dir(self) -> Path:
         """Folder of the run."""
         return Path(self.run.output_dir) / self.run.name
+
+    @property
+    def stop_file(self) -> Path:
+        """The file whose appearance stops the run."""
+        return Path(self.run.stop_file) if self.run.stop_file else self.run_dir / "stop"
 
     def to_yaml(self) -> str:
         """The resolved config, every key with its value; `load_config` reads it back to an equal one."""

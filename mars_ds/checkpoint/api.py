@@ -29,7 +29,7 @@ def save_checkpoint(engine: Any, root: str | Path, step: int, extra: Mapping[str
 
 
 def load_checkpoint(
-    engine: Any, path: str | Path, *, weights_only: bool = False, group_settings: bool = True
+    engine: Any, path: str | Path, *, weights_only: bool = False, group_settings: bool = True, verify: bool = True
 ) -> CheckpointReader:
     """Puts a checkpoint of any stage and world size into an engine.
 
@@ -39,6 +39,7 @@ def load_checkpoint(
         weights_only: Leave optimizer state and generators at their start.
         group_settings: Also restore lr, betas, weight decay, gamma ... of each param group, by parameter name;
             False keeps those of the engine (the trainer's config decides there).
+        verify: Hash every file first; False where `newest_verified` has just done so.
 
     Returns:
         The reader; `reader.step` and `reader.index` hold the rest.
@@ -47,7 +48,7 @@ def load_checkpoint(
         CheckpointError: None there, damaged, of another model, or without a buffer that the optimizer needs.
     """
     folder = newest_checkpoint(Path(path)) or Path(path)
-    reader = CheckpointReader(folder, verify=True)
+    reader = CheckpointReader(folder, verify=verify)
     restore(engine, reader, weights_only=weights_only)
     if not weights_only:
         restore_rng(reader)

@@ -86,6 +86,12 @@ class WindowLoader:
         for tokens in self._steps.get(self.position + ahead * self.batch.global_batch):
             yield self._on_device(tokens)
 
+    def read_step(self, position: int) -> Iterator[Tensor]:
+        """The micro-batches of this rank of the step that began at sample `position`, on the CPU; consumes nothing."""
+        for index in range(self.batch.accumulation_steps):
+            first = position + (index * self.batch.world_size + self.rank) * self.batch.micro_batch
+            yield torch.from_numpy(self.windows.read_at(self.sampling.positions(first, self.batch.micro_batch)))
+
     def close(self) -> None:
         """Ends the reading ahead; a later step starts it again."""
         self._steps.close()

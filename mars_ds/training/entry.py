@@ -1,7 +1,8 @@
 """From the command line to a finished run: what `launch/pretrain.py` calls.
 
-Exit codes: 0 done, 2 bad input, 3 the optimizer that runs is not the one configured (one message on rank 0, no
-traceback), 130 interrupted.
+Exit codes tell a scheduler what to do: 0 done; 75 stopped on request and saved, start it again; 2 bad input, 3 the
+optimizer that runs is not the one configured, 4 the run is unhealthy: starting it again would not help (one message on
+rank 0, no traceback); 130 stopped by a person with Ctrl-C, saved if it was the first.
 """
 
 import argparse
@@ -11,14 +12,18 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from data_pipeline import DataError
 from mars_ds.config import RunConfig, load_config
 from mars_ds.errors import ConfigError
 from mars_ds.planning.batch import plan_batch
 
-DONE, BAD_INPUT, NOT_PROVEN, INTERRUPTED = 0, 2, 3, 130
+if TYPE_CHECKING:
+    from mars_ds.training.stop import Reason, SignalWatch
+    from mars_ds.training.trainer import Outcome
+
+DONE, BAD_INPUT, NOT_PROVEN, UNHEALTHY, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,18 +56,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code.
     """
     options = parser().parse_intermixed_args(arguments)
+    from mars_ds.training.stop import Reason, SignalWatch
     from mars_ds.zero.distributed import LaunchError, shut_down
     from mars_ds.zero.layout import LayoutError
     from mars_ds.zero.proof import ProofError
     from mars_ds.zero.support import UnsupportedError
 
     _quiet()
+    signals = SignalWatch(_rank())
     try:
         config = load_config(options.config, options.overrides)
         if options.plan:
             print(_plan_only(config, options.world_size or 1))
-        else:
-            _train(config, _command(options))
+            return DONE
+        signals.install()
+        reason = _train(config, _command(options), signals)
+        return {Reason.NONE: DONE, Reason.SIGINT: INTERRUPTED, Reason.UNHEALTHY: UNHEALTHY}.get(reason, PREEMPTED)
     except (ConfigError, DataError, LaunchError, UnsupportedError) as error:
         if _rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -76,15 +85,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"interrupted; continue with: {_command(options)}", file=sys.stderr, flush=True)
         return INTERRUPTED
     finally:
+        signals.restore()
         shut_down()
-    return DONE
 
 
-def _train(config: RunConfig, command: str) -> None:
+def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
     import torch.distributed as dist
 
     from mars_ds.telemetry.report import write_report
     from mars_ds.training.run_folder import hold, open_run_folder
+    from mars_ds.training.stop import Reason
     from mars_ds.training.trainer import Trainer
     from mars_ds.zero.distributed import join, launch_environment
 
@@ -98,21 +108,38 @@ def _train(config: RunConfig, command: str) -> None:
         printed(f"passed over a damaged checkpoint: {problem}")
     join()
     lock = agree(lambda: hold(folder) if dist.get_rank() == 0 else None)
-    trainer = Trainer(config, batch, folder, printed)
+    if dist.get_rank() == 0:
+        config.stop_file.unlink(missing_ok=True)  # of the stop that this start ends
+    trainer = Trainer(config, batch, folder, printed, signals)
+    reason = Reason.NONE
     if trainer.step >= config.schedule.steps:
         printed(f"nothing to do: {folder.path} is at step {trainer.step}; raise schedule.steps to go on")
     else:
         printed(f"run folder {folder.path}; if it stops, the same command continues it:\n  {command}")
         outcome = trainer.train()
-        printed(f"done: {outcome.steps} steps, validation loss {_number(outcome.validation_loss)}")
+        reason = outcome.reason
+        printed(_ending(outcome))
     if dist.get_rank() == 0:
         # Also after a run that was killed between its last checkpoint and its report.
-        report = write_report(folder.path)
-        printed(f"report     {report}\ncheckpoint {_newest(folder.checkpoints)}\ncontinue   {command}")
+        if trainer.step > 0:
+            printed(f"report     {write_report(folder.path)}\ncheckpoint {_newest(folder.checkpoints)}")
+        printed(f"continue   {command}")
     if lock is not None:
         lock.close()
     # Ranks leave together: a launcher ends the others when one of them goes first and is slow to close.
     dist.barrier()
+    return reason
+
+
+def _ending(outcome: "Outcome") -> str:
+    from mars_ds.training.stop import Reason
+
+    loss = f"validation loss {_number(outcome.validation_loss)}"
+    if outcome.reason == Reason.NONE:
+        return f"done: {outcome.steps} steps, {loss}"
+    if outcome.reason == Reason.UNHEALTHY:
+        return f"stopped at step {outcome.steps}: the run is unhealthy; {loss}"
+    return f"stopped at step {outcome.steps} for {outcome.reason.words}; {loss}"
 
 
 def agree(action: Callable[[], Any]) -> Any:

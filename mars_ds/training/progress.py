@@ -1,11 +1,13 @@
 """Console lines, the JSONL log and the trackers of one run: everything a person sees of the loop."""
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
@@ -14,6 +16,13 @@ from mars_ds.telemetry.devices import mfu
 from mars_ds.telemetry.jsonl import JsonlLog
 from mars_ds.telemetry.statistics import RunningZScore
 from mars_ds.telemetry.trackers import BackgroundTracker, TensorBoardTracker, Tracker, WandbTracker
+from mars_ds.training.callbacks import Callback, StepResult
+from mars_ds.training.certificate import environment
+from mars_ds.training.evaluation import OWN_SET, Evaluation
+from mars_ds.training.run_folder import CONFIG_NAME
+
+if TYPE_CHECKING:
+    from mars_ds.training.trainer import Outcome, Trainer
 
 # The first steps are logged one by one: that is when a person watches.
 ALWAYS_LOGGED_STEPS = 20
@@ -65,25 +74,27 @@ class Progress:
         self._timer = time.perf_counter()
         self._timed_step = first_step
         self._started = time.perf_counter()
+        self.seconds_per_step = 0.0
 
     def start(self, facts: dict[str, Any]) -> None:
         """Writes the start line and the header."""
         self.log.write({"kind": "start", "step": self.first_step, "time": time.time(), **facts})
         self.print(step_header(self._without))
 
-    def pause_clock(self) -> Callable[[], None]:
-        """Stops the throughput clock (evaluation, saving); the returned function starts it again."""
+    @contextlib.contextmanager
+    def clock_paused(self) -> Iterator[None]:
+        """Stops the throughput clock inside: evaluation, saving."""
         paused = time.perf_counter()
-
-        def resume() -> None:
+        try:
+            yield
+        finally:
             self._timer += time.perf_counter() - paused
-
-        return resume
 
     def step(self, step: int, loss: float, grad_norm: float | None, lr: float, extra: dict[str, Any]) -> None:
         """Logs one finished step."""
         now = time.perf_counter()
         seconds = (now - self._timer) / max(1, step - self._timed_step)
+        self.seconds_per_step = seconds
         self._timer, self._timed_step = now, step
         tokens_per_second = self.config.tokens_per_step / seconds
         clip = self.config.batch.gradient_clipping
@@ -127,24 +138,34 @@ class Progress:
         if step == 1 and self.config.model.factory is None and self.config.run.init_from is None:
             self.print(first_loss_line(loss, self.config.model.vocab_size))
 
-    def evaluation(self, step: int, loss: float, bits_per_byte: float | None, tokens: int) -> None:
-        """Logs a validation loss."""
+    def evaluation(self, step: int, name: str, result: Evaluation) -> None:
+        """Logs a validation loss of the set `name`."""
         record = {
-            "kind": "eval",
+            "kind": "eval" if name == OWN_SET else "eval_set",
+            "set": name,
             "step": step,
             "tokens": step * self.config.tokens_per_step,
-            "loss": loss,
-            "bits_per_byte": bits_per_byte,
-            "evaluated_tokens": tokens,
+            "loss": result.loss,
+            "half_width": result.half_width,
+            "bits_per_byte": result.bits_per_byte,
+            "evaluated_tokens": result.tokens,
         }
         self.log.write(record)
-        per_byte = f", {bits_per_byte:.4f} bits per byte" if bits_per_byte is not None else ""
-        self.print(f"step {step}: validation loss {loss:.4f}{per_byte} over {format_count(tokens)} tokens")
-        self._track({"eval/loss": loss, "eval/bits_per_byte": bits_per_byte}, step)
+        interval = f" +- {result.half_width:.4f}" if result.half_width is not None else ""
+        per_byte = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
+        title = "validation loss" if name == OWN_SET else f"loss on {name}"
+        self.print(
+            f"step {step}: {title} {result.loss:.4f}{interval}{per_byte} over {format_count(result.tokens)} tokens"
+        )
+        prefix = "eval" if name == OWN_SET else f"eval/{name}"
+        self._track({f"{prefix}/loss": result.loss, f"{prefix}/bits_per_byte": result.bits_per_byte}, step)
 
     def end(self, facts: dict[str, Any]) -> None:
-        """Writes the last line and closes the trackers, within their deadline."""
+        """Writes the last line."""
         self.log.write({"kind": "end", "seconds": time.perf_counter() - self._started, **facts})
+
+    def close(self) -> None:
+        """Closes the log and the trackers, these within their deadline."""
         self.log.close()
         for tracker in self._trackers:
             tracker.finish()
@@ -163,3 +184,76 @@ def _trackers(config: RunConfig, folder: Path, warn: Callable[[str], None]) -> l
     if config.telemetry.tensorboard:
         wanted.append(TensorBoardTracker(folder / "tensorboard"))
     return [BackgroundTracker(tracker, warn=warn) for tracker in wanted]
+
+
+class StepLog(Callback):
+    """Reports from rank 0; the other ranks take part where numbers are summed over all.
+
+    Attributes:
+        seconds_per_step: Of the last logged steps; what one more step takes.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._progress: Progress | None = None
+        self.seconds_per_step = 0.0
+
+    def start(self, trainer: "Trainer") -> None:
+        """Opens the log, once the state is known to be good."""
+        if trainer.rank != 0:
+            return
+        trainer.folder.path.mkdir(parents=True, exist_ok=True)
+        (trainer.folder.path / CONFIG_NAME).write_text(self._config.to_yaml(), encoding="utf-8")
+        self._progress = Progress(
+            self._config,
+            trainer.folder.path,
+            trainer.model.flops_per_token,
+            trainer.world_size,
+            trainer.step,
+            trainer.print,
+        )
+        self._progress.start(
+            {
+                "num_parameters": sum(p.numel() for p in trainer.model.module.parameters()),
+                "world_size": trainer.world_size,
+                "manifest_sha256": trainer.loader.windows.manifest_sha256,
+                "environment": environment(),
+                "torch": torch.__version__,
+                "resumed_from": str(trainer.folder.resume_from) if trainer.folder.resume_from else None,
+            }
+        )
+
+    def after_step(self, trainer: "Trainer", result: StepResult) -> None:
+        """Logs the step when it is time: the only place where the host waits for the device."""
+        if not is_log_step(self._config, trainer.step):
+            return
+        loss = result.loss.clone()
+        dist.all_reduce(loss)
+        if self._progress:
+            extra = {"epoch": trainer.loader.epoch(), "skipped_steps": trainer.health.skipped_steps}
+            mean = float(loss) / trainer.world_size
+            self._progress.step(trainer.step, mean, trainer.grad_norm(), result.lr, extra)
+            self.seconds_per_step = self._progress.seconds_per_step
+
+    def evaluation(self, step: int, name: str, result: Evaluation) -> None:
+        """Logs a validation loss."""
+        if self._progress:
+            self._progress.evaluation(step, name, result)
+
+    @contextlib.contextmanager
+    def clock_paused(self) -> Iterator[None]:
+        """Inside, time does not count for the throughput."""
+        with self._progress.clock_paused() if self._progress else contextlib.nullcontext():
+            yield
+
+    def end(self, trainer: "Trainer", outcome: "Outcome") -> None:
+        """Writes the last line, with the hash of all windows consumed."""
+        state = trainer.loader.state()
+        if self._progress:
+            facts = {"step": outcome.steps, "validation_loss": outcome.validation_loss, "reason": outcome.reason.name}
+            self._progress.end({**facts, **state})
+
+    def close(self) -> None:
+        """Lets trackers go within their deadline."""
+        if self._progress:
+            self._progress.close()

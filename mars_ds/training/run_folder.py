@@ -3,9 +3,12 @@
 import fcntl
 import os
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 from mars_ds.checkpoint import CheckpointReader, choose_checkpoint
 from mars_ds.config import RunConfig
@@ -35,6 +38,13 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Folder of checkpoints."""
         return self.path / "checkpoints"
+
+    def deadline(self, minutes: float | None) -> float | None:
+        """When a process that may run so long must have ended, on `time.monotonic`'s clock; None without a limit."""
+        if minutes is None:
+            return None
+        started = float(psutil.Process().create_time())
+        return time.monotonic() + 60.0 * minutes - (time.time() - started)
 
     @property
     def log(self) -> Path:

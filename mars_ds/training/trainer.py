@@ -1,6 +1,6 @@
-"""The training loop, on one screen."""
+"""The training loop, on one screen; everything around it is a callback."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,23 +8,23 @@ import torch
 import torch.distributed as dist
 
 import mars_ds
-from mars_ds.checkpoint.api import load_checkpoint, save_checkpoint
-from mars_ds.checkpoint.writer import prune
 from mars_ds.config import RunConfig
-from mars_ds.errors import ConfigError
 from mars_ds.planning.batch import BatchPlan
+from mars_ds.training.callbacks import Callback, StepResult
+from mars_ds.training.certificate import resume
 from mars_ds.training.data import WindowLoader, check_vocabulary, open_split, run_sampling
 from mars_ds.training.engine_config import deepspeed_config
-from mars_ds.training.evaluation import Evaluation, Evaluator
+from mars_ds.training.evaluation import Evaluations
+from mars_ds.training.health import HealthWatch, LossGuard
+from mars_ds.training.heartbeat import Heartbeat
 from mars_ds.training.model import TrainableModel, build_model
-from mars_ds.training.progress import Progress, is_log_step
-from mars_ds.training.run_folder import CARD_NAME, CONFIG_NAME, RunFolder
+from mars_ds.training.progress import StepLog
+from mars_ds.training.run_folder import CARD_NAME, RunFolder
+from mars_ds.training.saving import Checkpoints
 from mars_ds.training.schedule import Schedule, set_learning_rates
+from mars_ds.training.stop import Reason, SignalWatch, StopWatch
 from mars_ds.zero.card import optimizer_card
 from mars_ds.zero.lookahead import lookahead
-
-# DeepSpeed skips a step with a non-finite gradient without a word in bf16; so many in a row is divergence.
-MAX_SKIPPED_IN_A_ROW = 20
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,12 @@ class Outcome:
     Attributes:
         steps: Optimizer steps done in all.
         validation_loss: Last one, or None without evaluation.
+        reason: Why it stopped before its last step; NONE when it did not.
     """
 
     steps: int
     validation_loss: float | None
+    reason: Reason = Reason.NONE
 
 
 class Trainer:
@@ -48,12 +50,20 @@ class Trainer:
         batch: How a step is cut for this world size.
         folder: Where it lives and what it resumes from.
         printed: Console of rank 0, a no-op elsewhere.
+        signals: Requests to stop that were noted while the ranks were joining.
 
     Raises:
         ConfigError, data_pipeline.DataError: Input that does not fit, on every rank alike.
     """
 
-    def __init__(self, config: RunConfig, batch: BatchPlan, folder: RunFolder, printed: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        batch: BatchPlan,
+        folder: RunFolder,
+        printed: Callable[[str], None],
+        signals: SignalWatch | None = None,
+    ) -> None:
         self.config, self.batch, self.folder, self.print = config, batch, folder, printed
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device(_accelerator().current_device_name())
@@ -62,74 +72,108 @@ class Trainer:
         check_vocabulary(train_windows, self.model)
         sampling = run_sampling(config, train_windows)
         self.loader = WindowLoader(train_windows, sampling, batch, self.rank, self.device, config.data, self.print)
-        self.evaluator = self._make_evaluator()
-        self.schedule = Schedule.from_config(config.schedule)
-        self.engine = mars_ds.initialize(
-            self.model.module,
-            config.optimizer,
-            deepspeed_config(config, batch),
-            parameter_order=config.zero.parameter_order,
+        health = config.health
+        self.heartbeat = Heartbeat(
+            folder.path, self.rank, self.world_size, health.heartbeat_seconds, health.silence_seconds, printed
         )
-        if config.model.compile:
-            self.engine.compile()
+        try:
+            self._build(signals or SignalWatch(self.rank))
+        except BaseException:
+            self.heartbeat.close()
+            raise
+
+    def _build(self, signals: SignalWatch) -> None:
+        """Everything that other ranks may be waited for in."""
+        config, batch, folder = self.config, self.batch, self.folder
+        self.health, self.guard = HealthWatch(config.health), LossGuard(config.health, self.device)
+        self.evaluations = Evaluations(config, self.model, batch.micro_batch, self.device)
+        self.checkpoints = Checkpoints(config)
+        self.log = StepLog(config)
+        # In this order after every step: see mars_ds.training.callbacks.
+        self.callbacks: list[Callback] = [self.health, self.log, self.evaluations, self.checkpoints]
+        self.schedule = Schedule.from_config(config.schedule)
+        with self.heartbeat.phase("building the engine"):
+            self.engine = mars_ds.initialize(
+                self.model.module,
+                config.optimizer,
+                deepspeed_config(config, batch),
+                parameter_order=config.zero.parameter_order,
+            )
+            if config.model.compile:
+                self.engine.compile()
         self.exact = any(group["exact"] for group in self.engine.mars.param_groups)
         self._proof_is_open = True
         self.card = optimizer_card(self.engine.mars, self.engine.mars_sharding)
         self.step = 0
-        self.skipped_steps = 0
-        self._skipped_in_a_row = 0
-        self._load()
+        self.stop = StopWatch(
+            signals,
+            config.stop_file,
+            folder.deadline(config.run.time_limit_minutes),
+            lambda: self.checkpoints.seconds + 2 * self.log.seconds_per_step,
+        )
+        with self.heartbeat.phase("loading"):
+            resume(self)
 
     def train(self) -> Outcome:
-        """Runs the remaining steps, with evaluations and checkpoints; writes the end of the log."""
+        """Runs the remaining steps, until the last one or an agreed stop."""
         self.print(self.card)
-        progress = self._start_progress()
-        total = self.config.schedule.steps
-        result = self._evaluate(progress) if self.step == 0 else None
-        while self.step < total:
-            loss, lr = self._train_step()
-            self._count_skipped()
-            if is_log_step(self.config, self.step):
-                self._log_step(progress, loss, lr)
-            if self._is_due(self.config.evaluation.interval_steps):
-                result = self._evaluate(progress)
-            if self._is_due(self.config.checkpoint.interval_steps) and self._is_healthy(loss):
-                self._save(progress)
-        outcome = Outcome(self.step, result.loss if result else None)
-        state = self.loader.state()
-        if progress:
-            progress.end({"step": self.step, "validation_loss": outcome.validation_loss, **state})
-        return outcome
+        try:
+            for callback in self.callbacks:
+                callback.start(self)
+            while self.step < self.config.schedule.steps and self.stop.poll() == Reason.NONE:
+                for callback in self.callbacks:
+                    callback.before_step(self)
+                with self.heartbeat.phase("training"):
+                    result = self._train_step()
+                for callback in self.callbacks:
+                    callback.after_step(self, result)
+            outcome = Outcome(self.step, self.evaluations.last_loss, self._why_stopped())
+            for callback in self.callbacks:
+                callback.end(self, outcome)
+            return outcome
+        finally:
+            for callback in reversed(self.callbacks):
+                callback.close()
+            self.loader.close()
+            self.heartbeat.close()
 
-    def _train_step(self) -> tuple[torch.Tensor, float]:
-        """One optimizer step.
-
-        Returns:
-            Mean loss of this rank's micro-batches, on the device, and the lr.
-        """
+    def _train_step(self) -> StepResult:
+        """One optimizer step."""
         lr = set_learning_rates(self.engine.mars, self.schedule, self.config.schedule, self.config.optimizer, self.step)
         if self.exact:
             with lookahead(self.engine):
                 self._run_window(self.loader.peek_step(1), self.step + 1)
         loss = self._run_window(self.loader.next_step(), self.step)
         self.step += 1
+        self.heartbeat.step(self.step)
         if self._proof_is_open:
             self._show_proof()
-        return loss, lr
+        return StepResult(loss, lr, self.engine.was_step_applied())
 
     def _run_window(self, micro_batches: Iterable[torch.Tensor], batch_index: int) -> torch.Tensor:
         """Forward, backward and engine step of one accumulation window; returns its mean loss."""
         # Dropout masks belong to the batch: exact mode evaluates each batch twice.
         torch.manual_seed(((self.config.run.seed * 1_000_003 + batch_index) * 65_537 + self.rank) % 2**63)
         total = torch.zeros((), device=self.device)
-        for windows in micro_batches:
+        count = self.batch.accumulation_steps
+        for index, windows in enumerate(self._arriving(micro_batches), start=1):
             inputs, labels = self.model.inputs(windows)
             loss = self.engine(input_ids=inputs, labels=labels).loss
-            self.engine.backward(loss)
             total += loss.detach().float()
+            self.engine.backward(loss * self.guard.factor(loss, total / count if index == count else None))
             self._measure_norm()
             self.engine.step()
-        return total / self.batch.accumulation_steps
+        return total / count
+
+    def _arriving(self, micro_batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The micro-batches, with the wait for each of them told to the heartbeat."""
+        iterator = iter(micro_batches)
+        while True:
+            with self.heartbeat.phase("waiting for data"):
+                windows = next(iterator, None)
+            if windows is None:
+                return
+            yield windows
 
     def _show_proof(self) -> None:
         """Writes the optimizer card and what the start-up proof has shown so far into the run folder."""
@@ -147,116 +191,21 @@ class Trainer:
             gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
             self.engine._global_grad_norm = torch.nn.utils.get_total_norm(gradients)
 
-    def _grad_norm(self) -> float | None:
+    def grad_norm(self) -> float | None:
+        """Global norm of the last step's gradient before the clip, times `optimizer.gradient_scale`."""
         norm = self.engine.get_global_grad_norm()
         scale = self.config.optimizer.resolved().gradient_scale or 1.0
         return float(norm) * scale if norm is not None else None
 
-    def _count_skipped(self) -> None:
-        if self.engine.was_step_applied():
-            self._skipped_in_a_row = 0
-            return
-        self.skipped_steps += 1
-        self._skipped_in_a_row += 1
-        self.print(f"step {self.step}: gradient is not finite; the update was skipped ({self.skipped_steps} in all)")
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise ConfigError(
-                f"step {self.step}: {MAX_SKIPPED_IN_A_ROW} updates in a row were skipped for non-finite gradients; the "
-                f"last checkpoint in {self.folder.checkpoints} is older: continue from it with a lower optimizer.lr"
-            )
-
-    def _is_healthy(self, loss: torch.Tensor) -> bool:
-        """False after a skipped update or with a loss that is not finite: such a state must not replace a good one."""
-        finite = torch.isfinite(loss).to(torch.int32)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        healthy = bool(finite) and self._skipped_in_a_row == 0
-        if not healthy:
-            self.print(f"step {self.step}: not saved, because its loss or gradient is not finite")
-        return healthy
-
-    def _log_step(self, progress: Progress | None, loss: torch.Tensor, lr: float) -> None:
-        loss = loss.clone()
-        dist.all_reduce(loss)
-        if progress:
-            extra = {"epoch": self.loader.epoch(), "skipped_steps": self.skipped_steps}
-            progress.step(self.step, float(loss) / self.world_size, self._grad_norm(), lr, extra)
-
-    def _evaluate(self, progress: Progress | None) -> Evaluation | None:
-        if self.evaluator is None:
-            return None
-        resume = progress.pause_clock() if progress else None
-        result = self.evaluator.run(self.engine)
-        if progress and resume:
-            progress.evaluation(self.step, result.loss, result.bits_per_byte, result.tokens)
-            resume()
-        return result
-
-    def _save(self, progress: Progress | None) -> None:
-        resume = progress.pause_clock() if progress else None
-        extra = {
-            "data": self.loader.state(),
-            "trainer": {"skipped_steps": self.skipped_steps, "tokens": self.step * self.config.tokens_per_step},
-            "config": self.config.model_dump(mode="json"),
-        }
-        path = save_checkpoint(self.engine, self.folder.checkpoints, self.step, extra)
-        if progress and resume:
-            prune(self.folder.checkpoints, self.config.checkpoint.keep_last, path)
-            self.print(f"step {self.step}: checkpoint {path}")
-            resume()
-
-    def _load(self) -> None:
-        if self.folder.resume_from is not None:
-            reader = load_checkpoint(self.engine, self.folder.resume_from, group_settings=False)
-            if "data" not in reader.index:
-                raise ConfigError(
-                    f"{reader.folder}: was not written by this trainer and has no data position; to take its weights, "
-                    "start a new run with run.init_from"
-                )
-            self.loader.load_state(reader.index["data"])
-            self.step = reader.step
-            self.skipped_steps = reader.index["trainer"]["skipped_steps"]
-            self.print(
-                f"resumed {self.folder.resume_from} (stage {reader.index['zero_stage']}, {reader.index['world_size']} "
-                f"ranks): step {self.step}, sample {self.loader.position}, windows hash "
-                f"{reader.index['data']['window_hash']}"
-            )
-        elif self.config.run.init_from is not None:
-            reader = load_checkpoint(self.engine, self.config.run.init_from, weights_only=True)
-            self.print(f"weights of {self.config.run.init_from} (step {reader.step}); the optimizer starts anew")
-
-    def _start_progress(self) -> Progress | None:
-        if self.rank != 0:
-            return None
-        self.folder.path.mkdir(parents=True, exist_ok=True)
-        (self.folder.path / CONFIG_NAME).write_text(self.config.to_yaml(), encoding="utf-8")
-        progress = Progress(
-            self.config,
-            self.folder.path,
-            self.model.flops_per_token,
-            self.world_size,
-            self.step,
-            self.print,
-        )
-        progress.start(
-            {
-                "num_parameters": sum(p.numel() for p in self.model.module.parameters()),
-                "world_size": self.world_size,
-                "manifest_sha256": self.loader.windows.manifest_sha256,
-                "torch": torch.__version__,
-                "resumed_from": str(self.folder.resume_from) if self.folder.resume_from else None,
-            }
-        )
-        return progress
-
-    def _make_evaluator(self) -> Evaluator | None:
-        section = self.config.evaluation
-        if section.interval_steps == 0:
-            return None
-        windows = open_split(self.config, "val")
-        return Evaluator(windows, self.model, section.sequences, self.batch.micro_batch, self.device)
-
-    def _is_due(self, interval: int) -> bool:
+    def is_due(self, interval: int) -> bool:
+        """Whether something that is done every `interval` steps, and at the last one, is due now."""
         return self.step == self.config.schedule.steps or (interval > 0 and self.step % interval == 0)
+
+    def _why_stopped(self) -> Reason:
+        """NONE for a run that reached its last step, whatever was asked in that moment."""
+        if self.step < self.config.schedule.steps or self.stop.agreed == Reason.UNHEALTHY:
+            return self.stop.settle()
+        return Reason.NONE
 
 
 def _accelerator() -> Any:

@@ -29,3 +29,48 @@ def poisoned_llama(vocab_size: int, backward: int):
 
     model.lm_head.weight.register_hook(poison)
     return model
+
+
+def broken_llama(vocab_size: int, forward: int):
+    """The same model, whose second layer's MLP gives NaN from one forward pass of the process on (counted from 1)."""
+    model = tiny_llama(vocab_size)
+    passes = []
+
+    def break_it(module, inputs, output):
+        passes.append(None)
+        return output * float("nan") if len(passes) >= forward else output
+
+    model.model.layers[1].mlp.register_forward_hook(break_it)
+    return model
+
+
+def spiky_llama(vocab_size: int, forward: int):
+    """The same model, whose loss is thirty times what it should be in one forward pass of training (counted from 1)."""
+    model = tiny_llama(vocab_size)
+    passes = []
+
+    def spike(module, inputs, output):
+        if module.training:
+            passes.append(None)
+            if len(passes) == forward:
+                output.loss = output.loss * 30
+        return output
+
+    model.register_forward_hook(spike)
+    return model
+
+
+def lying_llama(vocab_size: int, forward: int):
+    """The same model, whose loss is infinite in one forward pass though its gradient is finite."""
+    model = tiny_llama(vocab_size)
+    passes = []
+
+    def lie(module, inputs, output):
+        if module.training:
+            passes.append(None)
+            if len(passes) == forward:
+                output.loss = output.loss + float("inf")
+        return output
+
+    model.register_forward_hook(lie)
+    return model

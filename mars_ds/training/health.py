@@ -1,0 +1,110 @@
+"""Health: steps that must not be applied, and a run that must not go on.
+
+A loss that is not finite turns the gradient into NaN on the device, whatever the model makes of it; DeepSpeed then
+skips the update on all ranks alike, and nobody waits for the host. With `health.spike_policy: skip` a loss far above
+its running mean does the same. A run of skipped steps ends with a bundle that a command replays.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mars_ds.config import HealthSection
+from mars_ds.training.bundle import write_bundle
+from mars_ds.training.callbacks import Callback, StepResult
+from mars_ds.training.stop import Reason
+
+if TYPE_CHECKING:
+    from mars_ds.training.trainer import Trainer
+
+# Steps over which the running mean forgets, and those before it is trusted.
+_WINDOW_STEPS = 128
+_WARM_UP_STEPS = 32
+
+
+class LossGuard:
+    """Decides on the device whether a window's gradient may be used.
+
+    Args:
+        section: `health` of the config.
+        device: Where losses are.
+    """
+
+    def __init__(self, section: HealthSection, device: torch.device) -> None:
+        self._threshold = section.spike_zscore if section.spike_policy == "skip" and section.spike_zscore else None
+        # count, mean and variance of the loss of all ranks
+        self._statistics = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def factor(self, loss: Tensor, window_loss: Tensor | None) -> Tensor:
+        """1 where the gradient of `loss` may be used, else NaN; multiplies the loss before the backward pass.
+
+        Args:
+            loss: Of one micro-batch, on this rank.
+            window_loss: Mean over all micro-batches of the step on this rank, with the last one; None before.
+        """
+        usable = torch.isfinite(loss.detach())
+        if self._threshold is not None and window_loss is not None:
+            usable = usable & ~self._is_spike(window_loss)
+        return torch.where(usable, 1.0, torch.nan).to(loss.dtype)
+
+    def _is_spike(self, window_loss: Tensor) -> Tensor:
+        mean_loss = window_loss.detach().double()
+        dist.all_reduce(mean_loss)
+        mean_loss = mean_loss / dist.get_world_size()
+        count, mean, variance = self._statistics
+        zscore = (mean_loss - mean) / variance.clamp_min(1e-12).sqrt()
+        spike: Tensor = (count >= _WARM_UP_STEPS) & (zscore > self._threshold)
+        weight = 1.0 / torch.clamp(count + 1, max=_WINDOW_STEPS)
+        step = mean_loss - mean
+        updated = torch.stack([count + 1, mean + weight * step, (1 - weight) * (variance + weight * step * step)])
+        self._statistics = torch.where(spike | ~torch.isfinite(mean_loss), self._statistics, updated)
+        return spike
+
+    def state(self) -> list[float]:
+        """For a checkpoint; the same on all ranks."""
+        return [float(value) for value in self._statistics]
+
+    def load_state(self, state: list[float]) -> None:
+        """Continues the statistics."""
+        self._statistics = torch.tensor(state, dtype=torch.float64, device=self._statistics.device)
+
+
+class HealthWatch(Callback):
+    """Counts skipped steps, tells them loudly, and stops the run when there are too many in a row.
+
+    Attributes:
+        skipped_steps: Since the start of the run.
+        in_a_row: Up to now.
+        bundle: Where the last unhealthy state was written.
+    """
+
+    def __init__(self, section: HealthSection) -> None:
+        self._section = section
+        self.skipped_steps = 0
+        self.in_a_row = 0
+        self.bundle: str | None = None
+
+    def after_step(self, trainer: "Trainer", result: StepResult) -> None:
+        """Every rank sees the same `applied`."""
+        if result.applied:
+            self.in_a_row = 0
+            return
+        self.skipped_steps += 1
+        self.in_a_row += 1
+        limit = self._section.max_skipped_in_a_row
+        trainer.print(
+            f"step {trainer.step}: loss or gradient is not finite (or a spike); the update was skipped: "
+            f"{self.in_a_row} of at most {limit} in a row, {self.skipped_steps} in all"
+        )
+        if self.in_a_row >= limit:
+            self.bundle = str(write_bundle(trainer, f"{limit} updates in a row were skipped"))
+            trainer.stop.request(Reason.UNHEALTHY)
+            trainer.stop.settle()  # all ranks are here: no further step
+
+    def is_healthy(self, result: StepResult) -> bool:
+        """Whether this state may replace the last good checkpoint; all ranks ask, and get the same answer."""
+        finite = torch.isfinite(result.loss).to(torch.int32)
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite) and self.in_a_row == 0
