@@ -39,7 +39,7 @@ class RunSection(Section):
     """auto: continue from the newest checkpoint of the run folder, else start. required: refuse to
     start afresh. never: refuse a run folder that already holds a run."""
     init_from: str | None = None
-    """Checkpoint folder to take the weights (only) from at the start of a new run."""
+    """Where a new run takes its weights from, and nothing else: a checkpoint folder, or `hf:` and a GPT-2's name."""
     time_limit_minutes: Annotated[float, Field(gt=0.0)] | None = None
     """Save and stop before the process has run so long."""
     stop_file: str | None = None

@@ -21,12 +21,16 @@ class StoredGPT2:
         state: fp32 weights by name.
         tokenizer: Name of the data set's tokenizer.
         step: Optimizer steps it was trained.
+        optimizer: Kind of the optimizer.
+        data_set: Identity of the data set.
     """
 
     config: GPT2Config
     state: dict[str, Tensor]
     tokenizer: str
     step: int
+    optimizer: str
+    data_set: str
 
 
 def load_gpt2(path: str | Path) -> StoredGPT2:
@@ -41,4 +45,12 @@ def load_gpt2(path: str | Path) -> StoredGPT2:
     section = ModelSection.model_validate(reader.index["config"]["model"])
     if section.factory is not None:
         raise CheckpointError(f"{reader.folder}: holds a model of {section.factory}, not our GPT-2")
-    return StoredGPT2(gpt2_config(section), reader.model_state(), reader.index["data"]["tokenizer"], reader.step)
+    data = reader.index["data"]
+    return StoredGPT2(
+        config=gpt2_config(section),
+        state=reader.model_state(),
+        tokenizer=data["tokenizer"],
+        step=reader.step,
+        optimizer=reader.index["optimizer"]["kind"],
+        data_set=data["data set"],
+    )

@@ -1,13 +1,15 @@
-"""Text from a trained model, one token at a time."""
+"""Text from a trained model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class TextTokenizer(Protocol):
@@ -27,9 +29,8 @@ class TextTokenizer(Protocol):
         ...
 
 
-@torch.no_grad()
 def generate(
-    model_hf: nn.Module,
+    model: PreTrainedModel,
     tokenizer: TextTokenizer,
     prompt: str,
     max_new_tokens: int = 100,
@@ -38,13 +39,13 @@ def generate(
     seed: int = 0,
     stop_id: int | None = None,
 ) -> str:
-    """Continues a prompt; the same arguments give the same text on the same device.
+    """Continues a prompt by Hugging Face's own generation; equal arguments, equal text.
 
-    Padding ids (`tokenizer.vocab_size` and above) are never drawn. Each token reruns the whole window:
-    learned positions shift when the window slides, so keys and values could not be kept past it anyway.
+    Padding ids (`tokenizer.vocab_size` and above) are never drawn. Where the text outgrows the model's positions, it goes
+    on from its last half: learned positions cannot slide.
 
     Args:
-        model_hf: A Hugging Face causal model, or our `GPT2`; its training mode is put back afterwards.
+        model: A Hugging Face causal model; its training mode is put back afterwards.
         tokenizer: Encodes the prompt and decodes the result.
         prompt: Text to continue. An empty one starts from `stop_id`, as documents do.
         max_new_tokens: Tokens to draw at most.
@@ -66,44 +67,42 @@ def generate(
             f"{max_new_tokens}, {temperature}, {top_k}"
         )
     prompt_ids = [int(token) for token in tokenizer.encode(prompt)]
-    start_ids = prompt_ids or ([] if stop_id is None else [stop_id])
-    if not start_ids:
+    ids = prompt_ids or ([] if stop_id is None else [stop_id])
+    if not ids:
         raise ValueError("the prompt has no tokens; give some text, or stop_id to start a new document")
-    if max(start_ids) >= tokenizer.vocab_size:
-        raise ValueError(f"prompt id {max(start_ids)} is not below tokenizer.vocab_size {tokenizer.vocab_size}")
+    if max(ids) >= tokenizer.vocab_size:
+        raise ValueError(f"prompt id {max(ids)} is not below tokenizer.vocab_size {tokenizer.vocab_size}")
 
-    device = next(model_hf.parameters()).device
-    generator = torch.Generator(device).manual_seed(seed)
-    context_tokens = _context_tokens(model_hf)
-    ids = torch.tensor([start_ids], dtype=torch.int64, device=device)
-    was_training = model_hf.training
-    model_hf.eval()
+    positions = int(model.config.max_position_embeddings)
+    padding = list(range(tokenizer.vocab_size, model.config.vocab_size)) or None
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0}
+    how = sampling if temperature > 0 else {"do_sample": False}
+    was_training = model.training
+    model.eval()
+    drawn: list[int] = []
     try:
-        for _ in range(max_new_tokens):
-            logits = model_hf(input_ids=ids[:, -context_tokens:]).logits[0, -1, : tokenizer.vocab_size]
-            drawn = _draw(logits.float(), temperature, top_k, generator)
-            if stop_id is not None and drawn.item() == stop_id:
-                break
-            ids = torch.cat((ids, drawn.view(1, 1)), dim=1)
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(seed)
+            while len(drawn) < max_new_tokens:
+                context = (ids + drawn)[-positions:]
+                if len(context) == positions:
+                    context = context[-max(1, positions // 2) :]
+                room = min(max_new_tokens - len(drawn), positions - len(context))
+                window = torch.tensor([context], dtype=torch.int64, device=model.device)
+                output = model.generate(
+                    window,
+                    attention_mask=torch.ones_like(window),
+                    max_new_tokens=room,
+                    suppress_tokens=padding,
+                    eos_token_id=stop_id,
+                    pad_token_id=stop_id if stop_id is not None else 0,
+                    **how,
+                )
+                new = output[0, len(context) :].tolist()
+                drawn += new
+                if stop_id is not None and new and new[-1] == stop_id:
+                    drawn.pop()
+                    break
     finally:
-        model_hf.train(was_training)
-    new_ids = ids[0, len(start_ids) :].tolist()
-    return tokenizer.decode(prompt_ids + new_ids)
-
-
-def _draw(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One id from fp32 logits (vocab,)."""
-    if temperature == 0.0:
-        return logits.argmax()
-    # Taken as indices, not as a threshold: ties with the k-th logit would let more than k tokens in.
-    kept, candidates = logits.topk(logits.numel() if top_k is None else min(top_k, logits.numel()))
-    choice = torch.multinomial(torch.softmax(kept / temperature, dim=0), 1, generator=generator)
-    return candidates[choice]
-
-
-def _context_tokens(model: Any) -> int:
-    """Longest input of a model: our name for it, then the names that Hugging Face configurations use."""
-    for name in ("sequence_length", "n_positions", "max_position_embeddings"):
-        if getattr(model.config, name, None):
-            return int(getattr(model.config, name))
-    raise ValueError(f"{type(model.config).__name__} does not say how many positions the model has")
+        model.train(was_training)
+    return tokenizer.decode(prompt_ids + drawn)

@@ -14,6 +14,8 @@ from mars_ds.checkpoint import CheckpointReader, choose_checkpoint
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
 
+# Prefix of `run.init_from` for weights of Hugging Face.
+HUGGING_FACE = "hf:"
 LOG_NAME = "log.jsonl"
 CONFIG_NAME = "config.yaml"
 CARD_NAME = "optimizer_card.txt"
@@ -71,8 +73,9 @@ def open_run_folder(config: RunConfig) -> RunFolder:
             f"{path / 'checkpoints'}: no checkpoint is intact, and starting over would lose the run: {passed_over[0]}; "
             "move the folder away, or choose another run.name"
         )
-    if newest is None and config.run.init_from is not None:
-        CheckpointReader(config.run.init_from)
+    source = config.run.init_from
+    if newest is None and source is not None and not source.startswith(HUGGING_FACE):
+        CheckpointReader(source)
     return RunFolder(path, newest, tuple(passed_over))
 
 
