@@ -125,11 +125,11 @@ def prepare(
     try:
         return build.run(specs)
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
+        what = error.strerror if error.errno == errno.EFBIG else "the disk is full"
         raise DataError(
-            f"{error.filename or output}: the disk is full; finished units are kept: free space and run the same "
-            "command again"
+            f"{error.filename or output}: {what}; finished units are kept: free space and run the same command again"
         ) from error
 
 

@@ -1,5 +1,6 @@
 """Reads windows of a finished data set: exact, in any order, with memory that does not grow."""
 
+import errno
 import hashlib
 import mmap
 import os
@@ -15,7 +16,7 @@ from data_pipeline.binformat import HEADER_BYTES, BinHeader, read_header
 from data_pipeline.errors import DataError
 from data_pipeline.layout import SplitLayout
 from data_pipeline.manifest import MANIFEST_FILE, MANIFEST_HASH_FILE, read_manifest
-from data_pipeline.pages import PAGE_BYTES, PageSums, num_pages
+from data_pipeline.pages import PAGE_BYTES, PageSums
 
 # Parts that are held open: far below the usual limit of 1,024 descriptors per process.
 _MAX_OPEN_PARTS = 128
@@ -47,7 +48,7 @@ class SplitInfo:
 
 
 class _Piece(NamedTuple):
-    """Tokens ``begin`` to ``end`` of a row, which lie at byte ``offset`` of a part."""
+    """Bytes ``begin`` to ``end`` of the batch, of this row, which lie at byte ``offset`` of a part."""
 
     row: int
     begin: int
@@ -62,6 +63,19 @@ class _Part(NamedTuple):
     file: str
     sums_file: str | None
     header: BinHeader
+
+
+class _OpenPart(NamedTuple):
+    """One part that is open: its descriptor, its sums, and the bytes that its header promises."""
+
+    descriptor: int
+    sums: PageSums | None
+    part_bytes: int
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.sums:
+            self.sums.close()
 
 
 def open_dataset(
@@ -148,9 +162,8 @@ class TokenWindows:
         self.access = access
         self._parts = parts
         self._dtype = parts[0].header.dtype
-        self._open_parts: dict[int, int] = {}
+        self._open_parts: dict[int, _OpenPart] = {}
         self._open_maps: dict[int, mmap.mmap] = {}
-        self._open_sums: dict[int, PageSums] = {}
         self._pages = memoryview(bytearray())
         self._buffer: NDArray[Any] = np.empty((0, sequence_length + 1), dtype=self._dtype)
         self.layout = SplitLayout(self.part_tokens, sequence_length)
@@ -255,11 +268,11 @@ class TokenWindows:
             self._buffer = np.empty((len(positions), self.sequence_length + 1), dtype=self._dtype)
         buffer = self._buffer[: len(positions)]
         pieces = list(self._pieces(positions))
-        # Tell the kernel of the whole batch first: on a cold cache the reads then overlap.
+        batch = buffer.reshape(-1).view(np.uint8).data
         if self.access == "mmap":
-            self._fetch_mapped(pieces, buffer)
+            self._fetch_mapped(pieces, batch)
         else:
-            self._fetch(pieces, buffer)
+            self._fetch(pieces, batch)
         if buffer.size and int(buffer.max()) >= self.vocab_size:
             bad = int(np.argmax(buffer.max(axis=1) >= self.vocab_size))
             file = self.path / self._parts[next(piece.part for piece in pieces if piece.row == bad)].file
@@ -276,12 +289,10 @@ class TokenWindows:
 
     def close(self) -> None:
         """Close the open parts; a later `read` opens them again."""
-        while self._open_sums:
-            self._open_sums.popitem()[1].close()
         while self._open_maps:
             self._open_maps.popitem()[1].close()
         while self._open_parts:
-            os.close(self._open_parts.popitem()[1])
+            self._open_parts.popitem()[1].close()
 
     def __del__(self) -> None:
         """Close the open parts."""
@@ -292,88 +303,90 @@ class TokenWindows:
         return TokenWindows, (self.path, self.split, self.sequence_length, self.info, self._parts, self.access)
 
     def _pieces(self, positions: NDArray[np.int64]) -> Iterator[_Piece]:
-        """Where each row's tokens are; more than one piece for a row that crosses parts."""
+        """Where each row's bytes are; more than one piece for a row that crosses parts."""
         parts = self.layout.parts_at(positions)
-        inside = positions - self.layout.starts[parts]
-        left = self.layout.part_tokens[parts] - inside
-        length, itemsize = self.sequence_length + 1, self._dtype.itemsize
+        itemsize = self._dtype.itemsize
+        row_bytes = (self.sequence_length + 1) * itemsize
+        inside = (positions - self.layout.starts[parts]) * itemsize
+        left = self.layout.part_tokens[parts] * itemsize - inside
         places = zip(parts.tolist(), inside.tolist(), left.tolist(), strict=True)
         for row, (part, offset, available) in enumerate(places):
-            begin = 0
-            while length - begin > available:
+            begin, end = row * row_bytes, (row + 1) * row_bytes
+            while end - begin > available:
                 if available:
-                    yield _Piece(row, begin, begin + available, part, HEADER_BYTES + offset * itemsize)
+                    yield _Piece(row, begin, begin + available, part, HEADER_BYTES + offset)
                 begin += available
                 part, offset = part + 1, 0
-                available = self._parts[part].header.num_tokens
-            yield _Piece(row, begin, length, part, HEADER_BYTES + offset * itemsize)
+                available = self._parts[part].header.num_tokens * itemsize
+            yield _Piece(row, begin, end, part, HEADER_BYTES + offset)
 
-    def _fetch(self, pieces: list[_Piece], buffer: NDArray[Any]) -> None:
-        itemsize = self._dtype.itemsize
-        for _, begin, end, part, offset in pieces:
-            os.posix_fadvise(self._descriptor(part), offset, (end - begin) * itemsize, os.POSIX_FADV_WILLNEED)
-        for row, begin, end, part, offset in pieces:
-            target = buffer[row, begin:end]
-            descriptor, sums = self._descriptor(part), self._sums(part)
-            if sums is None:
-                if os.preadv(descriptor, [target.data], offset) != target.nbytes:
-                    raise self._truncated(part)
-                continue
-            first, skipped, size = self._whole_pages(part, offset, target.nbytes)
+    def _fetch(self, pieces: list[_Piece], batch: memoryview) -> None:
+        """Take what the page cache holds, then tell the kernel of all the rest before the first wait."""
+        waiting = [piece for piece in pieces if not self._read_piece(piece, batch, os.RWF_NOWAIT)]
+        for _, begin, end, part, offset in waiting:
+            os.posix_fadvise(self._open(part).descriptor, offset, end - begin, os.POSIX_FADV_WILLNEED)
+        for piece in waiting:
+            self._read_piece(piece, batch)
+
+    def _read_piece(self, piece: _Piece, batch: memoryview, flags: int = 0) -> bool:
+        """Read one piece; False where ``flags`` forbid to wait and it is not in the page cache."""
+        _, begin, end, part, offset = piece
+        descriptor, sums, part_bytes = self._open(part)
+        if sums is None:
+            first_page, target, start = 0, batch[begin:end], offset
+        else:
+            first_page, stop = offset // PAGE_BYTES, offset + end - begin
+            start = first_page * PAGE_BYTES
+            size = min(stop + -stop % PAGE_BYTES, part_bytes) - start
             if len(self._pages) < size:
                 self._pages = memoryview(bytearray(size))
-            pages = self._pages[:size]
-            if os.preadv(descriptor, [pages], first * PAGE_BYTES) != size:
-                raise self._truncated(part)
-            sums.check(first, pages)
-            target[:] = np.frombuffer(pages, self._dtype, len(target), skipped)
+            target = self._pages[:size]
+        try:
+            count = os.preadv(descriptor, [target], start, flags)
+        except OSError as error:
+            # Some file systems always may wait.
+            if flags and error.errno in (errno.EAGAIN, errno.EOPNOTSUPP):
+                return False
+            raise
+        if count != len(target):
+            if flags:
+                return False
+            raise self._truncated(part)
+        if sums is not None:
+            sums.check(first_page, target)
+            batch[begin:end] = target[offset - start : offset - start + end - begin]
+        return True
 
-    def _whole_pages(self, part: int, offset: int, size: int) -> tuple[int, int, int]:
-        """The pages that hold ``size`` bytes from ``offset``: the first one, what to skip in it, bytes of all."""
-        first, skipped = divmod(offset, PAGE_BYTES)
-        stop = min(num_pages(offset + size) * PAGE_BYTES, self._parts[part].header.file_bytes)
-        return first, skipped, stop - first * PAGE_BYTES
-
-    def _fetch_mapped(self, pieces: list[_Piece], buffer: NDArray[Any]) -> None:
-        itemsize = self._dtype.itemsize
+    def _fetch_mapped(self, pieces: list[_Piece], batch: memoryview) -> None:
         for _, begin, end, part, offset in pieces:
             first = offset - offset % mmap.PAGESIZE
             mapped = self._map(part)
             # A page beyond the end of the file would kill the process instead of raising.
-            if mapped.size() < offset + (end - begin) * itemsize:
+            if mapped.size() < offset + end - begin:
                 raise self._truncated(part)
-            mapped.madvise(mmap.MADV_WILLNEED, first, offset + (end - begin) * itemsize - first)
-        for row, begin, end, part, offset in pieces:
-            sums = self._sums(part)
-            if sums is not None:
-                page, _, size = self._whole_pages(part, offset, (end - begin) * itemsize)
-                with memoryview(self._map(part)) as whole, whole[page * PAGE_BYTES :][:size] as pages:
-                    sums.check(page, pages)
-            buffer[row, begin:end] = np.frombuffer(self._map(part), self._dtype, end - begin, offset)
+            mapped.madvise(mmap.MADV_WILLNEED, first, offset + end - begin - first)
+        for _, begin, end, part, offset in pieces:
+            sums = self._open(part).sums
+            with memoryview(self._map(part)) as whole:
+                if sums is not None:
+                    first_page, stop = offset // PAGE_BYTES, offset + end - begin
+                    with whole[first_page * PAGE_BYTES : stop + -stop % PAGE_BYTES] as pages:
+                        sums.check(first_page, pages)
+                batch[begin:end] = whole[offset : offset + end - begin]
 
     def _truncated(self, part: int) -> DataError:
         return DataError(f"{self.path / self._parts[part].file}: truncated since it was opened; copy it anew")
 
-    def _descriptor(self, part: int) -> int:
-        descriptor = self._open_parts.get(part)
-        if descriptor is None:
+    def _open(self, part: int) -> _OpenPart:
+        opened = self._open_parts.get(part)
+        if opened is None:
             while len(self._open_parts) >= _MAX_OPEN_PARTS:
-                os.close(self._open_parts.pop(next(iter(self._open_parts))))
-            descriptor = os.open(self.path / self._parts[part].file, os.O_RDONLY)
-            self._open_parts[part] = descriptor
-        return descriptor
-
-    def _sums(self, part: int) -> PageSums | None:
-        file, sums_file, header = self._parts[part]
-        if sums_file is None:
-            return None
-        sums = self._open_sums.get(part)
-        if sums is None:
-            while len(self._open_sums) >= _MAX_OPEN_PARTS:
-                self._open_sums.pop(next(iter(self._open_sums))).close()
-            sums = PageSums(self.path / sums_file, self.path / file, header.file_bytes)
-            self._open_sums[part] = sums
-        return sums
+                self._open_parts.pop(next(iter(self._open_parts))).close()
+            file, sums_file, header = self._parts[part]
+            sums = PageSums(self.path / sums_file, self.path / file, header.file_bytes) if sums_file else None
+            opened = _OpenPart(os.open(self.path / file, os.O_RDONLY), sums, header.file_bytes)
+            self._open_parts[part] = opened
+        return opened
 
     def _map(self, part: int) -> mmap.mmap:
         mapped = self._open_maps.get(part)

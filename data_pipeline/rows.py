@@ -16,6 +16,7 @@ from data_pipeline.text import well_formed
 
 # Rows that are decoded at once, and bytes that are read at once.
 _BATCH_ROWS = 256
+_BATCH_BYTES = 16 << 20
 _BUFFER_BYTES = 1 << 20
 # JSON escapes make a line longer than its text.
 _MAX_LINE_BYTES = 2 * MAX_DOCUMENT_BYTES
@@ -73,9 +74,11 @@ def _parquet_rows(source: SourceFile, file: VerifiedFile, piece: Slice | Piece, 
     def batches() -> Iterator[pa.RecordBatch]:
         # One read of a column chunk at a time; threads would only fight over the one file.
         table = pq.ParquetFile(pa.PythonFile(file, mode="r"), page_checksum_verification=True)
-        yield from table.iter_batches(
-            _BATCH_ROWS, row_groups=range(piece.start, piece.stop), columns=[text_column], use_threads=False
-        )
+        groups = range(piece.start, piece.stop)
+        num_rows = sum(table.metadata.row_group(number).num_rows for number in groups)
+        # Few rows at a time where they are large.
+        rows = max(1, min(_BATCH_ROWS, _BATCH_BYTES * num_rows // max(piece.text_bytes, 1)))
+        yield from table.iter_batches(rows, row_groups=groups, columns=[text_column], use_threads=False)
 
     return _table_rows(source, file, piece, text_column, batches())
 

@@ -28,7 +28,7 @@ FORMATS = {
     ".txt": ("text", None),
 }
 # Bounds the memory of a worker: the text, its decoded form and its ids are held at once.
-MAX_DOCUMENT_BYTES = 64 * 2**20
+MAX_DOCUMENT_BYTES = 16 * 2**20
 # Units of work are made of whole pieces: small, so that units come out even.
 PIECE_BYTES = 4 << 20
 # Compressed web text is roughly this much larger when unpacked.

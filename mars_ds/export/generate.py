@@ -41,8 +41,8 @@ def generate(
 ) -> str:
     """Continues a prompt by Hugging Face's own generation; equal arguments, equal text.
 
-    Padding ids (`tokenizer.vocab_size` and above) are never drawn. Where the text outgrows the model's positions, it goes
-    on from its last half: learned positions cannot slide.
+    Padding ids (`tokenizer.vocab_size` and above) are never drawn. Where the text outgrows the model's positions, it
+    goes on from its last half: learned positions cannot slide.
 
     Args:
         model: A Hugging Face causal model; its training mode is put back afterwards.

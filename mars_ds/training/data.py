@@ -193,8 +193,10 @@ def _step_filler(windows: TokenWindows, sampling: Sampling, batch: BatchPlan, ra
     micro, passes = batch.micro_batch, range(batch.accumulation_steps)
 
     def fill(position: int, out: np.ndarray) -> None:
-        firsts = [position + (index * batch.world_size + rank) * micro for index in passes]
-        places = np.concatenate([sampling.positions(first, micro) for first in firsts])
+        # Of the whole step at once: most of the cost of the order is that of a call.
+        step = sampling.positions(position, batch.global_batch)
+        firsts = [(index * batch.world_size + rank) * micro for index in passes]
+        places = np.concatenate([step[first : first + micro] for first in firsts])
         windows.read_at(places, out.reshape(len(places), -1))
 
     return fill

@@ -161,7 +161,7 @@ def test_a_killed_build_resumes_to_the_same_bytes(corpus: Path, tmp_path: Path) 
     stages = []
     # Each run dies at its Nth sync or rename and the next goes on from there: in leaps through the units and
     # the publishing of parts, in small steps to the end of it, then once at each of the last nine operations.
-    for countdown in [20, *[61] * 7, *[8] * 12, *range(1, 20)]:
+    for countdown in [20, *[61] * 8, *[8] * 24, *range(1, 20)]:
         killed = subprocess.run(
             [sys.executable, "-c", KILLER, str(corpus), str(tmp_path / "out"), str(countdown)],
             stderr=subprocess.PIPE,
@@ -499,7 +499,7 @@ def test_a_changed_manifest_is_refused(corpus: Path, tmp_path: Path) -> None:
     for reading in (lambda: verify(tmp_path / "out"), lambda: open_dataset(tmp_path / "out", "train", 8)):
         with pytest.raises(DataError, match=r"not what manifest.sha256 says"):
             reading()
-    (tmp_path / "out" / "manifest.sha256").write_text(hashlib.sha256(b"{}").hexdigest())
+    (tmp_path / "out" / "manifest.sha256").write_text(f"{hashlib.sha256(b'{}').hexdigest()}  manifest.json\n")
     path.write_text("{}")
     with pytest.raises(DataError, match="not a manifest of data_pipeline version 2"):
         open_dataset(tmp_path / "out", "train", 8)

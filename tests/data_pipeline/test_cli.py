@@ -78,3 +78,23 @@ def test_progress_line() -> None:
     assert line == " 40.0 % of 500.0 MB | 10.0 MB/s | 2.00 Mtok/s | ETA 0:00:30"
     assert progress_line(Reading(0, 10, 0), Reading(0, 10, 0), 0.0).endswith("ETA unknown")
     assert duration(3_725.4) == "1:02:05"
+
+
+def test_order_export_and_vocabulary(prepared: list[str], tmp_path: Path, capsys: Capture) -> None:
+    data = prepared[-1]
+    capsys.readouterr()
+    command = ["order", data, "--sequence-length", "64", "--seed", "1", "--global-batch", "4", "--step", "2"]
+    assert main([*command, "--samples", "2", "--decode"]) == 0
+    shown = capsys.readouterr().out
+    assert "owt_train_000000.bin" in shown
+    assert main(["order", "--run", str(tmp_path / "nowhere"), "--step", "1"]) == 2
+    assert str(tmp_path / "nowhere") in capsys.readouterr().err
+    assert main(["export", data, "--output", str(tmp_path / "nanogpt")]) == 0
+    assert "train.bin" in capsys.readouterr().out
+    assert (tmp_path / "nanogpt" / "val.bin").stat().st_size % 2 == 0
+    assert main(["export", data, "--output", str(tmp_path / "single"), "--layout", "single", "--eot", "after"]) == 2
+    assert "--eot is for --layout nanogpt" in capsys.readouterr().err
+    assert main(["vocab", "export", str(tmp_path / "cache")]) == 0
+    assert f"TIKTOKEN_CACHE_DIR={tmp_path / 'cache'}" in capsys.readouterr().out
+    assert main(["verify", data, "--deep"]) == 0
+    assert "the text of all 100 documents encodes to the stored ids" in capsys.readouterr().out

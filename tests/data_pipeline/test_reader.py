@@ -1,4 +1,5 @@
 import copy
+import errno
 import os
 import pickle
 import shutil
@@ -277,3 +278,25 @@ def test_a_position_with_an_id_outside_the_vocabulary_is_named(tmp_path: Path) -
     data = open_dataset(tmp_path / "d", "train", T)
     with pytest.raises(DataError, match="the window at token 9 holds id 50257"):
         data.read_at([0, 9])
+
+
+@pytest.mark.parametrize("answer", ["not cached", "half cached", "not supported"])
+def test_what_the_page_cache_does_not_hold_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    write_part(tmp_path / "d", "x_train_000000.bin", list(range(300)))
+    waits: list[int] = []
+    preadv = os.preadv
+
+    def preadv_of_a_cold_cache(descriptor: int, buffers: list[memoryview], offset: int, flags: int = 0) -> int:
+        waits.append(flags == 0)
+        if flags == 0:
+            return preadv(descriptor, buffers, offset)
+        if answer == "half cached":
+            return len(buffers[0]) // 2
+        raise OSError(errno.EAGAIN if answer == "not cached" else errno.EOPNOTSUPP, answer)
+
+    monkeypatch.setattr(os, "preadv", preadv_of_a_cold_cache)
+    data = open_dataset(tmp_path / "d", "train", T)
+    assert data.read([3, 0, 7]).tolist() == [list(range(at, at + T + 1)) for at in (3 * T, 0, 7 * T)]
+    assert waits == [False] * 3 + [True] * 3  # all are asked for before the first wait

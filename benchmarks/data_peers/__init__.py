@@ -1,0 +1,1 @@
+"""What the benchmarks of the data pipeline compare it with, written from the peers' descriptions, and their text."""
