@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from mars_ds.config_file import ConfigTree, read_tree, to_yaml, without_nulls
 from mars_ds.errors import ConfigError
@@ -61,8 +61,9 @@ class ModelSection(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     scale_attn_by_inverse_layer_idx: bool = False
     """Divide attention logits of layer i by i + 1, as the MARS reference runs do."""
-    activation_checkpointing: bool = False
-    """Recompute each block in the backward pass."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """full: keep each block's input and recompute the block in the backward pass. selective: keep the outputs of matrix
+    products and attention too, and recompute what is cheap."""
     compile: bool = False
     """torch.compile the model."""
     loss_chunk_tokens: NonNegativeInt = 2048
@@ -72,6 +73,12 @@ class ModelSection(Section):
     convention (labels are shifted inside); replaces the GPT-2 of this section."""
     factory_arguments: dict[str, Any] = {}
     """Keyword arguments of the factory."""
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        """What was a switch before: true is full."""
+        return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -188,7 +195,23 @@ class CheckpointSection(Section):
     interval_steps: NonNegativeInt = 1000
     """Every so many steps, and at the end; 0 only at the end."""
     keep_last: PositiveInt = 2
-    """Newest checkpoints that are kept."""
+    """Newest checkpoints that are kept; the last healthy one is kept besides."""
+    keep_every_steps: NonNegativeInt = 0
+    """Checkpoints of steps that this divides are kept for good; 0 keeps none."""
+    asynchronous: bool = True
+    """A thread writes while training goes on, which stops only for a copy in host memory; false writes at once."""
+    copy_to: str | None = None
+    """Where each checkpoint is copied to in the background: any URL that fsspec knows, such as s3://bucket/run."""
+
+    @model_validator(mode="after")
+    def _some_are_for_good(self) -> Self:
+        if self.keep_every_steps and self.interval_steps and self.keep_every_steps % self.interval_steps:
+            nearest = max(1, round(self.keep_every_steps / self.interval_steps)) * self.interval_steps
+            raise ValueError(
+                f"keep_every_steps {self.keep_every_steps} is not a multiple of interval_steps {self.interval_steps}: "
+                f"not every such step has a checkpoint; nearest: {nearest}"
+            )
+        return self
 
 
 class EvaluationSection(Section):
@@ -230,6 +253,12 @@ class TelemetrySection(Section):
 
     log_interval_steps: PositiveInt = 10
     """Console and JSONL line every so many steps (and each of the first 20)."""
+    garbage_collection_steps: NonNegativeInt = 1000
+    """Python's garbage is collected so often, on all ranks at once; 0 leaves it to Python."""
+    profile_first_step: PositiveInt = 10
+    """First step that is recorded with torch.profiler."""
+    profile_steps: NonNegativeInt = 0
+    """Steps that are recorded; 0 records nothing."""
     wandb: WandbSection = WandbSection()
     tensorboard: bool = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class GPT2Config:
         dropout: Probability, on embeddings, attention weights and residual branches.
         scale_attn_by_inverse_layer_idx: Divide the attention logits of block i (from 0) by i + 1 as well. The
             published MARS runs have it on, OpenAI's GPT-2 has it off.
-        activation_checkpointing: Keep only each block's input and recompute the rest in the backward.
+        activation_checkpointing: full keeps only each block's input and recomputes the rest in the backward; selective
+            keeps the outputs of matrix products and attention too.
         loss_chunk_tokens: Tokens whose logits exist at one time while the loss is computed; 0 is the plain
             loss on all logits at once.
         layer_norm_eps: Added to the variance in every layer norm.
@@ -38,7 +40,7 @@ class GPT2Config:
     bias: bool = False
     dropout: float = 0.0
     scale_attn_by_inverse_layer_idx: bool = False
-    activation_checkpointing: bool = False
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     loss_chunk_tokens: int = 0
     layer_norm_eps: float = 1e-5
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from mars_ds.model.chunked_loss import chunked_cross_entropy, reference_cross_entropy
 from mars_ds.model.config import GPT2Config, flops_per_token, num_parameters, parameter_shapes
@@ -123,13 +123,39 @@ class _Transformer(nn.Module):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         hidden = self.drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.h:
-            if self.config.activation_checkpointing and torch.is_grad_enabled():
-                # Without dropout a recomputed block draws nothing, and saving the random state costs a sync.
-                hidden = checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=self.config.dropout > 0.0)
+            if self.config.activation_checkpointing != "none" and torch.is_grad_enabled():
+                hidden = self._checkpointed(block, hidden)
             else:
                 hidden = block(hidden)
         normalized: Tensor = self.ln_f(hidden)
         return normalized
+
+    def _checkpointed(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        selective = self.config.activation_checkpointing == "selective"
+        options: dict[str, Any] = {"context_fn": _keep_products} if selective else {}
+        # Without dropout a recomputed block draws nothing, and saving the random state costs a sync.
+        preserve = self.config.dropout > 0.0
+        output: Tensor = checkpoint(block, hidden, use_reentrant=False, preserve_rng_state=preserve, **options)
+        return output
+
+
+# Outputs worth keeping: recomputing them is nearly all that recomputing a block costs.
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+
+
+def _keep_products() -> Any:
+    def policy(context: Any, operator: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        keep = operator in _PRODUCTS
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 class _Block(nn.Module):

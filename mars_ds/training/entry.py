@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline import DataError
 from mars_ds.config import RunConfig, load_config
 from mars_ds.errors import ConfigError
-from mars_ds.planning.batch import plan_batch
 
 if TYPE_CHECKING:
+    from mars_ds.planning.plan import RunPlan
     from mars_ds.training.stop import Reason, SignalWatch
     from mars_ds.training.trainer import Outcome
 
@@ -92,8 +92,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
     import torch.distributed as dist
 
+    from mars_ds.planning.card import plan_card
     from mars_ds.telemetry.report import write_report
-    from mars_ds.training.run_folder import hold, open_run_folder
+    from mars_ds.training.planning import device_name, plan_run
+    from mars_ds.training.run_folder import FLIGHT_FOLDER, hold, open_run_folder
     from mars_ds.training.stop import Reason
     from mars_ds.training.trainer import Trainer
     from mars_ds.zero.distributed import join, launch_environment
@@ -101,16 +103,16 @@ def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
     # Everything that can be known without the other ranks is checked before they are waited for.
     world_size = int(launch_environment(os.environ)["WORLD_SIZE"])
     printed = _say if _rank() == 0 else _hush
-    printed(_plan_text(config, world_size))
-    batch = plan_batch(config.global_batch, config.batch.micro_batch, world_size)
+    plan = plan_run(config, world_size, device=device_name())
+    printed(plan_card(plan))
     folder = open_run_folder(config)
     for problem in folder.passed_over:
         printed(f"passed over a damaged checkpoint: {problem}")
-    join()
+    join(folder.path / FLIGHT_FOLDER)
     lock = agree(lambda: hold(folder) if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
         config.stop_file.unlink(missing_ok=True)  # of the stop that this start ends
-    trainer = Trainer(config, batch, folder, printed, signals)
+    trainer = Trainer(config, plan.batch, folder, printed, signals)
     reason = Reason.NONE
     if trainer.step >= config.schedule.steps:
         printed(f"nothing to do: {folder.path} is at step {trainer.step}; raise schedule.steps to go on")
@@ -160,38 +162,22 @@ def agree(action: Callable[[], Any]) -> Any:
 
 
 def _plan_only(config: RunConfig, world_size: int) -> str:
-    """The plan for a world size, whether or not the data is there."""
-    try:
-        return _plan_text(config, world_size)
-    except DataError as error:
-        return _plan_text(config, world_size, data=False) + f"\nnote: {error}"
-
-
-def _plan_text(config: RunConfig, world_size: int, data: bool = True) -> str:
-    from mars_ds.optim.grouping import plan_groups
+    """The card for a world size, whether or not the data is there."""
     from mars_ds.planning.card import plan_card
-    from mars_ds.training.data import check_vocabulary, open_split
-    from mars_ds.training.engine_config import deepspeed_config
-    from mars_ds.training.model import build_model, check_can_compile
-    from mars_ds.zero.support import check_supported
+    from mars_ds.training.planning import plan_with_or_without_data
 
-    batch = plan_batch(config.global_batch, config.batch.micro_batch, world_size)
-    check_supported(config.optimizer.resolved(), deepspeed_config(config, batch))
-    check_can_compile(config)
-    model = build_model(config, device="meta")
-    shapes = {name: tuple(p.shape) for name, p in model.module.named_parameters() if p.requires_grad}
-    try:
-        plan_groups(shapes, config.optimizer)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    windows = None
-    if data:
-        train = open_split(config, "train")
-        check_vocabulary(train, model)
-        windows = train.num_windows
-        if config.evaluation.interval_steps:
-            check_vocabulary(open_split(config, "val"), model)
-    return plan_card(config, batch, shapes, model.flops_per_token, windows)
+    plan, note = plan_with_or_without_data(config, world_size)
+    return plan_card(plan) + (f"\nnote: {note}" if note else "")
+
+
+def _refuse_unfit(plan: "RunPlan", printed: Callable[[str], None]) -> None:
+    """Refuses a run that cannot fit into the memory of some rank, on every rank."""
+    from mars_ds.planning.fitting import refuse_unfit
+    from mars_ds.training.planning import available_memory
+
+    warning = agree(lambda: refuse_unfit(plan, available_memory(plan.batch.world_size)))
+    if warning:
+        printed(f"note: {warning}")
 
 
 def _command(options: argparse.Namespace) -> str:

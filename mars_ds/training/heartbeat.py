@@ -114,13 +114,13 @@ class Heartbeat:
         self._dump()
 
     def _dump(self) -> None:
-        """Where rank 0's threads stand, and NCCL's flight recorder where there is one."""
-        with contextlib.suppress(OSError), open(self._folder / "rank_00000.stacks.txt", "w", encoding="utf-8") as file:
+        """Where rank 0's threads stand, and the last collectives from PyTorch's flight recorder."""
+        with contextlib.suppress(OSError), open(self._folder / "stacks_rank_00000.txt", "w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
-        recorder = getattr(torch._C._distributed_c10d, "_dump_nccl_trace", None)
-        if recorder is not None and torch.cuda.is_available():
+        recorder = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+        if recorder is not None:
             with contextlib.suppress(OSError, RuntimeError):
-                (self._folder / "rank_00000.flight").write_bytes(recorder())
+                (self._folder / "flight_rank_00000.json").write_bytes(recorder())
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:

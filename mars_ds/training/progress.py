@@ -96,12 +96,15 @@ class Progress:
         seconds = (now - self._timer) / max(1, step - self._timed_step)
         self.seconds_per_step = seconds
         self._timer, self._timed_step = now, step
-        tokens_per_second = self.config.tokens_per_step / seconds
+        # The first step compiles and fills caches: its time is told apart, and is no throughput.
+        warm_up = step == self.first_step + 1
+        tokens_per_second = None if warm_up else self.config.tokens_per_step / seconds
         clip = self.config.batch.gradient_clipping
         if grad_norm is not None:
             self._logged += 1
             self._clipped += bool(clip and grad_norm > clip)
-        used = mfu(tokens_per_second, self.flops_per_token, self.world_size, self._device)
+        rate = tokens_per_second or 0.0
+        used = None if warm_up else mfu(rate, self.flops_per_token, self.world_size, self._device)
         memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
         line = StepLine(
             step=step,
@@ -115,7 +118,7 @@ class Progress:
             tokens_per_second=tokens_per_second,
             mfu=used,
             memory_bytes=memory,
-            eta_seconds=seconds * (self.config.schedule.steps - step),
+            eta_seconds=None if warm_up else seconds * (self.config.schedule.steps - step),
         )
         record = {
             "kind": "train",
@@ -134,9 +137,21 @@ class Progress:
         }
         self.log.write(record)
         self.print(step_line(line, self._without))
+        if warm_up:
+            what = "compilation and warm-up" if self.config.model.compile else "warm-up"
+            self.print(f"step {step} took {seconds:.1f} s, {what} included; the throughput is measured from here on")
+        self._tell_spikes(step, {"loss": line.loss_zscore, "gradient norm": record["grad_norm_zscore"]})
         self._track({f"train/{k}": v for k, v in record.items() if k not in ("kind", "step")}, step)
         if step == 1 and self.config.model.factory is None and self.config.run.init_from is None:
             self.print(first_loss_line(loss, self.config.model.vocab_size))
+
+    def _tell_spikes(self, step: int, zscores: dict[str, float | None]) -> None:
+        threshold = self.config.health.spike_zscore
+        for what, zscore in zscores.items():
+            if threshold and zscore is not None and zscore > threshold:
+                self.print(
+                    f"step {step}: the {what} is a spike, {zscore:.1f} standard deviations above its recent mean"
+                )
 
     def evaluation(self, step: int, name: str, result: Evaluation) -> None:
         """Logs a validation loss of the set `name`."""

@@ -20,6 +20,7 @@ LOG_NAME = "log.jsonl"
 CONFIG_NAME = "config.yaml"
 CARD_NAME = "optimizer_card.txt"
 LOCK_NAME = ".lock"
+FLIGHT_FOLDER = "heartbeats"
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mars_ds.training.engine_config import deepspeed_config
 from mars_ds.training.evaluation import Evaluations
 from mars_ds.training.health import HealthWatch, LossGuard
 from mars_ds.training.heartbeat import Heartbeat
+from mars_ds.training.loop_speed import GarbageCollection, Profiler
 from mars_ds.training.model import TrainableModel, build_model
 from mars_ds.training.progress import StepLog
 from mars_ds.training.run_folder import CARD_NAME, RunFolder
@@ -90,7 +91,14 @@ class Trainer:
         self.checkpoints = Checkpoints(config)
         self.log = StepLog(config)
         # In this order after every step: see mars_ds.training.callbacks.
-        self.callbacks: list[Callback] = [self.health, self.log, self.evaluations, self.checkpoints]
+        self.callbacks: list[Callback] = [
+            Profiler(config.telemetry),
+            self.health,
+            self.log,
+            self.evaluations,
+            self.checkpoints,
+            GarbageCollection(config.telemetry.garbage_collection_steps),
+        ]
         self.schedule = Schedule.from_config(config.schedule)
         with self.heartbeat.phase("building the engine"):
             self.engine = mars_ds.initialize(

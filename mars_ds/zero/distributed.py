@@ -3,8 +3,10 @@
 import logging
 import os
 import re
+import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,6 +14,15 @@ from torch._C._distributed_c10d import HashStore
 
 # A NCCL or gloo wait longer than this is a dead rank, not a slow one.
 TIMEOUT = timedelta(minutes=30)
+SHUT_DOWN_SECONDS = 10.0
+# PyTorch's flight recorder keeps the last collectives of each rank and writes them out when one times out.
+FLIGHT_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+}
+# Where it writes; the rank is appended.
+FLIGHT_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class LaunchError(RuntimeError):
@@ -57,8 +68,12 @@ def _first_slurm_node(environ: Mapping[str, str]) -> str:
     return (match.group(1) + (match.group(2) or "")) if match else "127.0.0.1"
 
 
-def join() -> None:
+def join(flight_folder: Path | None = None) -> None:
     """Initializes torch's and DeepSpeed's process group from the launch environment; idempotent.
+
+    Args:
+        flight_folder: Where NCCL's flight recorder dumps the last collectives of each rank when one times out; None
+            leaves torch's own choice. Variables that the user has set are left as they are.
 
     Raises:
         LaunchError: An accelerator is present that torch cannot use, or the environment is incomplete.
@@ -78,6 +93,7 @@ def join() -> None:
     os.environ.update(environment)
     accelerator = get_accelerator()
     on_gpu = accelerator.device_name() != "cpu"
+    _switch_on_flight_recorder(flight_folder)
     if on_gpu:
         accelerator.set_device(int(environment["LOCAL_RANK"]))
     else:
@@ -110,7 +126,20 @@ def refuse_unusable_gpu() -> None:
     )
 
 
+def _switch_on_flight_recorder(folder: Path | None) -> None:
+    """Must happen before the process group is made."""
+    for variable, value in FLIGHT_RECORDER.items():
+        os.environ.setdefault(variable, value)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for variable in FLIGHT_FILE_VARIABLES:
+            os.environ.setdefault(variable, str(folder / "flight_rank_"))
+
+
 def shut_down() -> None:
-    """Leaves the process group, if there is one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    """Leaves the process group, if there is one, in bounded time: with a dead rank the leaving itself may hang."""
+    if not dist.is_initialized():
+        return
+    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+    leaving.start()
+    leaving.join(SHUT_DOWN_SECONDS)

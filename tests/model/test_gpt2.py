@@ -98,7 +98,10 @@ def test_inverse_layer_scale_divides_the_logits_of_layer_i_by_i_plus_1() -> None
     torch.testing.assert_close(plain(ids).logits, scaled(ids).logits, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("change", [{"activation_checkpointing": True}, {"loss_chunk_tokens": 7}])
+@pytest.mark.parametrize(
+    "change",
+    [{"activation_checkpointing": "full"}, {"activation_checkpointing": "selective"}, {"loss_chunk_tokens": 7}],
+)
 def test_memory_options_do_not_change_loss_or_gradients(change: dict) -> None:
     plain_loss, plain = _gradients(CONFIG)
     loss, gradients = _gradients(replace(CONFIG, **change))
@@ -108,14 +111,41 @@ def test_memory_options_do_not_change_loss_or_gradients(change: dict) -> None:
 
 
 def test_checkpointed_dropout_recomputes_the_same_mask() -> None:
-    config = replace(CONFIG, dropout=0.3, activation_checkpointing=True)
+    config = replace(CONFIG, dropout=0.3, activation_checkpointing="full")
     results = []
-    for checkpointing in (True, False):
+    for checkpointing in ("full", "none"):
         torch.manual_seed(4)
         results.append(_gradients(replace(config, activation_checkpointing=checkpointing)))
     assert results[0][0] == results[1][0]
     for name, gradient in results[0][1].items():
         torch.testing.assert_close(gradient, results[1][1][name], atol=1e-7, rtol=1e-5, msg=name)
+
+
+def test_selective_checkpointing_keeps_products_and_recomputes_the_rest() -> None:
+    """Counted by what the backward pass runs again: all products for full, none for selective."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Count(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.products, self.others = 0, 0
+
+        def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+            name = str(operator)
+            self.products += name.startswith(("aten.mm.", "aten.addmm.", "aten._scaled_dot_product"))
+            self.others += name.startswith(("aten.gelu.", "aten.native_layer_norm."))
+            return operator(*arguments, **(keywords or {}))
+
+    counts = {}
+    for how in ("none", "selective", "full"):
+        model, ids = GPT2(replace(CONFIG, activation_checkpointing=how), seed=3), _ids()
+        loss = model(ids[:, :-1], ids[:, 1:]).loss
+        with Count() as count:
+            loss.backward()
+        counts[how] = (count.products, count.others)
+    # The backward pass has products of its own; what comes on top is recomputed.
+    assert counts["selective"][0] == counts["none"][0] < counts["full"][0]
+    assert counts["none"][1] == 0 < counts["selective"][1]
 
 
 def test_dropout_rests_in_evaluation() -> None:
@@ -133,7 +163,7 @@ def test_wrong_shapes_are_refused() -> None:
 
 def test_compiles_as_one_graph() -> None:
     """No graph break in forward or backward, with the chunked loss and checkpointing on."""
-    config = replace(CONFIG, loss_chunk_tokens=16, activation_checkpointing=True)
+    config = replace(CONFIG, loss_chunk_tokens=16, activation_checkpointing="full")
     model, ids = GPT2(config, seed=3), _ids()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     loss = compiled(ids[:, :-1], ids[:, 1:]).loss
