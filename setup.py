@@ -28,6 +28,7 @@ RUNTIME = [
     "huggingface_hub",
     "httpx2",
     "psutil",
+    "fsspec",
 ]
 FAST = ["gigatoken", "fastokens"]
 DEVELOPMENT = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit", "megatron-core"]

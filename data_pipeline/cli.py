@@ -235,7 +235,12 @@ def _add_order(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "order --run runs/small_mars_m --step 1200 --decode",
     )
     add("directory", nargs="?", metavar="DIR", help="a data set; not needed with --run")
-    add("--run", dest="run_folder", metavar="FOLDER", help="take everything from a run's config.yaml; other options are laid over it")
+    add(
+        "--run",
+        dest="run_folder",
+        metavar="FOLDER",
+        help="take everything from a run's config.yaml; other options are laid over it",
+    )
     add("--step", type=int, required=True, metavar="K", help="counts from 1, as in a run's log")
     add("--samples", type=int, default=8, metavar="N", help="how many to show, default: 8")
     add("--sequence-length", type=int, metavar="T", help="tokens of a sample")

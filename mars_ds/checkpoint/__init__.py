@@ -7,6 +7,8 @@ A checkpoint is a folder:
                                  and the trainer's state
     COMPLETE                     SHA-256 of index.json, written last: without it there is no checkpoint
 
+and beside the folders `latest`, a file with the name of the one that was committed last.
+
 Buffers are `master` (fp32 weights), the optimizer's (`exp_avg`, `last_grad`, ...), `module` (persistent
 buffers and frozen parameters, written by rank 0) and `rng`. Any reader takes any range of any parameter
 from whichever files hold it; no pickle, no DeepSpeed needed to read.

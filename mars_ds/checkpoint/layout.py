@@ -9,6 +9,10 @@ from typing import Any
 FORMAT_VERSION = 1
 INDEX = "index.json"
 MARKER = "COMPLETE"
+# Beside the checkpoints: a file with the name of the one that was committed last.
+LATEST = "latest"
+# Prefixes of folders: one that is being written, and one that another of its step is about to replace.
+WRITING, REPLACED = ".writing_", ".replaced_"
 MASTER = "master"
 MODULE = "module"
 RNG = "rng"

@@ -17,6 +17,7 @@ from mars_ds.checkpoint.layout import (
     MARKER,
     MASTER,
     MODULE,
+    REPLACED,
     STEP_PATTERN,
     Slice,
     sha256_of,
@@ -25,8 +26,15 @@ from mars_ds.errors import CheckpointError
 
 
 def find_checkpoints(root: Path) -> list[Path]:
-    """Committed checkpoints under `root`, oldest first."""
-    return sorted(path for path in root.glob(STEP_PATTERN) if (path / MARKER).exists())
+    """Committed checkpoints under `root`, oldest first.
+
+    One that was set aside counts as long as the one that replaces it is not committed.
+    """
+    committed = {path.name: path for path in root.glob(STEP_PATTERN) if (path / MARKER).exists()}
+    for path in root.glob(REPLACED + STEP_PATTERN):
+        if (path / MARKER).exists():
+            committed.setdefault(path.name.removeprefix(REPLACED), path)
+    return [committed[name] for name in sorted(committed)]
 
 
 def choose_checkpoint(root: Path) -> tuple[Path | None, list[str]]:

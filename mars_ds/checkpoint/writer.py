@@ -1,31 +1,32 @@
-"""Writes a checkpoint from all ranks: temporary folder, hashes, index, rename, marker last."""
+"""Writes a checkpoint from all ranks: a file a rank, index, rename, marker, `latest`; each durable before the next."""
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor
 
 from mars_ds.checkpoint.layout import (
     FORMAT_VERSION,
     INDEX,
+    LATEST,
     MARKER,
-    Slice,
+    REPLACED,
+    WRITING,
     rank_file,
     sha256_of,
     step_folder,
     sync_file,
     write_durably,
 )
-from mars_ds.checkpoint.reader import find_checkpoints
+from mars_ds.checkpoint.rank_file import Held, HostBuffers, Piece, take, write_rank_file
 from mars_ds.errors import CheckpointError
 
-# (buffer, parameter name, first element, flat values)
-Held = Iterable[tuple[str, str, int, Tensor]]
+# For the headers and the index beside the values, as a share of the values and at least.
+_SPARE_SHARE, _SPARE_BYTES = 0.02, 1 << 20
 
 
 def write_checkpoint(root: Path, step: int, held: Held, description: Mapping[str, Any]) -> Path:
@@ -43,60 +44,106 @@ def write_checkpoint(root: Path, step: int, held: Held, description: Mapping[str
     Raises:
         CheckpointError: On every rank, when any rank could not write; earlier checkpoints are untouched.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    final = step_folder(root, step)
-    temporary = root / f".writing_{final.name}"
-    report: dict[str, Any] = {}
-    if rank == 0:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            # Left by a writer that was killed; a folder without the marker is not a checkpoint either.
-            for left in root.glob(".writing_*"):
-                shutil.rmtree(left, ignore_errors=True)
-            temporary.mkdir()
-        except OSError as error:
-            report = {"error": f"rank 0: {error}"}
-    dist.barrier()
-    # Every rank goes through its slices, since making them may be collective.
+    pieces, failure = take_safely(held)
+    return write_pieces(root, step, pieces, description, failure=failure)
+
+
+def take_safely(held: Held, buffers: HostBuffers | None = None) -> tuple[list[Piece], str | None]:
+    """This rank's slices, or what went wrong: the other ranks must hear of it from `write_pieces`."""
     try:
-        written = _write_rank_file(temporary, rank, held)
-        report = report or written
+        return take(held, dist.get_rank(), buffers), None
     except Exception as error:
-        report = report or {"error": f"rank {rank}: {error}"}
-    reports: list[Any] = [None] * world_size
-    dist.all_gather_object(reports, report)
-    outcome: list[str | None] = [next((r["error"] for r in reports if "error" in r), None)]
-    if rank == 0 and outcome[0] is None:
+        return [], f"rank {dist.get_rank()}: {error}"
+
+
+def write_pieces(
+    root: Path,
+    step: int,
+    pieces: Sequence[Piece],
+    description: Mapping[str, Any],
+    group: dist.ProcessGroup | None = None,
+    failure: str | None = None,
+) -> Path:
+    """The same with slices that were taken before.
+
+    Args:
+        root: Folder of checkpoints.
+        step: Optimizer steps applied.
+        pieces: This rank's slices, which do not change meanwhile.
+        description: For the index.
+        group: Of all ranks, over which they agree; None is the default one.
+        failure: Why this rank has no slices: then no rank writes.
+
+    Raises:
+        CheckpointError: As above.
+    """
+    rank = dist.get_rank()
+    final = step_folder(root, step)
+    temporary = root / f"{WRITING}{final.name}"
+    plan = {"error": failure} if failure else {"bytes": sum(piece.num_bytes for piece in pieces)}
+    planned = _gather(plan, group)
+    ready: dict[str, Any] = {}
+    problem = _first_error(planned)
+    if rank == 0 and problem is None:
         try:
-            _commit(temporary, final, reports, {**description, "step": step, "world_size": world_size})
+            _prepare(root, temporary, sum(plan["bytes"] for plan in planned))
+        except (OSError, CheckpointError) as error:
+            ready = {"error": f"rank 0: {error}"}
+    problem = problem or _first_error(_gather(ready, group))
+    report: dict[str, Any] = {}
+    if problem is None:
+        try:
+            facts = write_rank_file(temporary / rank_file(rank), pieces)
+            report = {"file": rank_file(rank), "slices": [piece.entry.to_json() for piece in pieces], **facts}
+        except Exception as error:
+            report = {"error": f"rank {rank}: {error}"}
+        reports = _gather(report, group)
+        problem = _first_error(reports)
+    committed: dict[str, Any] = {}
+    if rank == 0 and problem is None:
+        try:
+            _commit(temporary, final, reports, {**description, "step": step, "world_size": dist.get_world_size()})
         except OSError as error:
-            outcome[0] = f"rank 0: {error}"
-    dist.broadcast_object_list(outcome, src=0)
-    if outcome[0] is not None:
+            committed = {"error": f"rank 0: {error}"}
+    problem = problem or _first_error(_gather(committed, group))
+    if problem is not None:
         if rank == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(f"{final}: not written ({outcome[0]}); earlier checkpoints are untouched")
+            _clear(temporary, final)
+        raise CheckpointError(f"{final}: not written ({problem}); earlier checkpoints are untouched")
     return final
 
 
-def _write_rank_file(folder: Path, rank: int, held: Held) -> dict[str, Any]:
-    tensors: dict[str, Tensor] = {}
-    slices: list[Slice] = []
-    for buffer, name, start, values in held:
-        flat = values.detach().reshape(-1).cpu()
-        entry = Slice(name, buffer, start, flat.numel(), str(flat.dtype).removeprefix("torch."), rank_file(rank))
-        # safetensors refuses views of one storage.
-        tensors[entry.key] = flat.clone() if flat.data_ptr() == values.data_ptr() else flat
-        slices.append(entry)
-    path = folder / rank_file(rank)
-    save_file(tensors, path)
-    sync_file(path)
-    return {
-        "file": path.name,
-        "sha256": sha256_of(path),
-        "bytes": path.stat().st_size,
-        "slices": [entry.to_json() for entry in slices],
-    }
+def _gather(mine: dict[str, Any], group: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine, group=group)
+    return gathered
+
+
+def _first_error(reports: list[dict[str, Any]]) -> str | None:
+    return next((report["error"] for report in reports if "error" in report), None)
+
+
+def _prepare(root: Path, temporary: Path, num_bytes: int) -> None:
+    """Makes the folder to write into, after what killed writers have left is gone and there is room."""
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.glob(f"{WRITING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+    for left in root.glob(f"{REPLACED}*"):
+        final = root / left.name.removeprefix(REPLACED)
+        if (final / MARKER).exists() or not (left / MARKER).exists():
+            _remove(left)
+        else:
+            shutil.rmtree(final, ignore_errors=True)
+            left.rename(final)
+    needed = num_bytes + max(_SPARE_BYTES, int(_SPARE_SHARE * num_bytes))
+    disk = shutil.disk_usage(root)
+    # Some network file systems tell no size at all.
+    if disk.total and disk.free < needed:
+        raise CheckpointError(
+            f"{root}: needs {needed / 1e6:,.1f} MB, {disk.free / 1e6:,.1f} MB are free; make room, or lower "
+            "checkpoint.keep_last"
+        )
+    temporary.mkdir()
 
 
 def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]], description: dict[str, Any]) -> None:
@@ -109,24 +156,36 @@ def _commit(temporary: Path, final: Path, reports: list[dict[str, Any]], descrip
     }
     (temporary / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     sync_file(temporary / INDEX)
-    if final.exists():
-        # Only an uncommitted or identical step can be here: a run writes each step once.
-        (final / MARKER).unlink(missing_ok=True)
+    sync_file(temporary)
+    aside = final.with_name(f"{REPLACED}{final.name}")
+    if (final / MARKER).exists():
+        # A run that went back writes a step again. The old one counts until the new one is committed.
+        if aside.exists():
+            _remove(aside)
+        final.rename(aside)
+    elif final.exists():
         shutil.rmtree(final)
     temporary.rename(final)
     sync_file(final.parent)
     write_durably(final / MARKER, sha256_of(final / INDEX) + "\n")
+    try:
+        write_durably(final.parent / LATEST, final.name + "\n")
+    except OSError:
+        # It is committed all the same; no name is better than an old one.
+        with contextlib.suppress(OSError):
+            (final.parent / LATEST).unlink(missing_ok=True)
+    if aside.exists():
+        _remove(aside)
 
 
-def prune(root: Path, keep_last: int, newest: Path) -> list[Path]:
-    """Deletes all but the last `keep_last` committed checkpoints up to `newest`; rank 0 only.
+def _clear(temporary: Path, final: Path) -> None:
+    """Gives back the room that a failed save has taken."""
+    shutil.rmtree(temporary, ignore_errors=True)
+    if not (final / MARKER).exists():
+        shutil.rmtree(final, ignore_errors=True)
 
-    Later ones than `newest` are not this run's to judge: they are damaged, or the run went back on purpose. The
-    marker goes first, so that a half-deleted folder is never taken for a checkpoint.
-    """
-    committed = [path for path in find_checkpoints(root) if path.name <= newest.name]
-    removed = committed[:-keep_last]
-    for path in removed:
-        (path / MARKER).unlink()
-        shutil.rmtree(path)
-    return removed
+
+def _remove(folder: Path) -> None:
+    """Deletes a checkpoint, its marker first, so that a half-deleted one is never taken for whole."""
+    (folder / MARKER).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)

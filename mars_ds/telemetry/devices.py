@@ -1,4 +1,4 @@
-"""Peak arithmetic of accelerators, and the share of it that a run uses (MFU)."""
+"""Peak arithmetic and memory of accelerators, and the share of the peak that a run uses (MFU)."""
 
 from __future__ import annotations
 
@@ -50,6 +50,44 @@ _PEAK_TFLOPS: dict[tuple[str, ...], float] = {
     ("mi250x",): 191.5,
 }
 
+# Memory of one device in GiB by the same data sheets, under the same rules; where a card is sold in two sizes, the
+# larger, unless the name tells.
+_MEMORY_GIB: dict[tuple[str, ...], float] = {
+    ("b200",): 180.0,
+    ("gb200",): 186.0,
+    ("b300",): 268.0,
+    ("gb300",): 278.0,
+    ("rtx", "5090"): 32.0,
+    ("h100",): 80.0,
+    ("h100", "nvl"): 94.0,
+    ("h200",): 141.0,
+    ("gh200",): 96.0,
+    ("h800",): 80.0,
+    ("h20",): 96.0,
+    ("l40s",): 48.0,
+    ("l40",): 48.0,
+    ("l4",): 24.0,
+    ("rtx", "6000", "ada"): 48.0,
+    ("rtx", "4090"): 24.0,
+    ("a100",): 80.0,
+    ("a100", "40gb"): 40.0,
+    ("a800",): 80.0,
+    ("a30",): 24.0,
+    ("a40",): 48.0,
+    ("a10",): 24.0,
+    ("a10g",): 24.0,
+    ("rtx", "a6000"): 48.0,
+    ("rtx", "3090"): 24.0,
+    ("v100",): 32.0,
+    ("v100", "16gb"): 16.0,
+    ("t4",): 16.0,
+    ("mi300x",): 192.0,
+    ("mi325x",): 256.0,
+    ("mi250x",): 64.0,
+}
+# What the driver, the context, error correction and the allocator leave of it.
+USABLE_MEMORY = 0.93
+
 # A slice of a card, or a slower card under the same number: the whole card's peak would be wrong.
 _OTHER_CARDS = frozenset({"mig", "laptop", "mobile", "max", "d"})
 
@@ -63,13 +101,32 @@ def peak_flops_per_second(device_name: str) -> float | None:
     Returns:
         FLOP/s. A MIG slice or a laptop variant is unknown, not the full card.
     """
+    tflops = _entry(_PEAK_TFLOPS, device_name)
+    return None if tflops is None else tflops * 1e12
+
+
+def device_memory_bytes(device_name: str) -> int | None:
+    """Memory of one device that a run can use, or None for a device that is not in the table.
+
+    Args:
+        device_name: As for `peak_flops_per_second`; of a card in two sizes the larger is meant, unless the name
+            tells ("a100 40gb").
+    """
+    gib = _entry(_MEMORY_GIB, device_name)
+    return None if gib is None else int(gib * USABLE_MEMORY * 2**30)
+
+
+def known_devices() -> list[str]:
+    """Names of the table, as they can be asked for."""
+    return sorted(" ".join(key) for key in _PEAK_TFLOPS)
+
+
+def _entry(table: dict[tuple[str, ...], float], device_name: str) -> float | None:
     words = set(re.split(r"[^a-z0-9]+", device_name.lower()))
     if words & _OTHER_CARDS:
         return None
-    fitting = [key for key in _PEAK_TFLOPS if words.issuperset(key)]
-    if not fitting:
-        return None
-    return _PEAK_TFLOPS[max(fitting, key=len)] * 1e12
+    fitting = [key for key in table if words.issuperset(key)]
+    return table[max(fitting, key=len)] if fitting else None
 
 
 def mfu(tokens_per_second: float, flops_per_token: float, num_devices: int, device_name: str) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,40 +126,81 @@ def plot_training(run: RunLog, path: str | os.PathLike[str]) -> Path:
     return _save(figure, path)
 
 
-def plot_comparison(runs: Sequence[RunLog], labels: Sequence[str], path: str | os.PathLike[str]) -> Path:
-    """Smoothed training loss and validation loss of several runs, side by side on one scale, as a PNG."""
-    with_validation = any(np.isfinite(run.evaluation["loss"]).any() for run in runs)
+def plot_optimizer(run: RunLog, path: str | os.PathLike[str]) -> Path | None:
+    """Correction, clipped tensors and update size by role over tokens, a panel each, as a PNG; None without them."""
+    kinds = [kind for kind in _OPTIMIZER_PANELS if any(name.startswith(f"{kind}/") for name in run.optimizer)]
+    if not kinds:
+        return None
+    figure = _figure(9.0, 1.0 + 2.2 * len(kinds))
+    panels = figure.subplots(len(kinds), 1, sharex=True, squeeze=False)[:, 0]
+    tokens = run.train["tokens"]
+    for axes, kind in zip(panels, kinds, strict=True):
+        names = [name for name in run.optimizer if name.startswith(f"{kind}/")]
+        for index, name in enumerate(names):
+            axes.plot(
+                tokens,
+                smooth(run.optimizer[name]),
+                color=COLORS[index % len(COLORS)],
+                linewidth=1.6,
+                label=f"{name.split('/', 1)[1]} ({_last(run.optimizer[name]):.3g})",
+            )
+        limits = robust_limits(np.concatenate([run.optimizer[name] for name in names]))
+        if limits:
+            axes.set_ylim(*limits)
+        _decorate(axes, _OPTIMIZER_PANELS[kind], float(tokens[-1]), legend=True, bottom=axes is panels[-1])
+    _title(panels[0], run.name, _subtitle(run))
+    return _save(figure, path)
+
+
+_OPTIMIZER_PANELS = {
+    "correction": "correction |c - g| / |g|",
+    "clipped": "share of tensors clipped",
+    "update_rms": "RMS of the update",
+}
+
+
+def plot_comparison(
+    runs: Sequence[RunLog], labels: Sequence[str], path: str | os.PathLike[str], over: str = "tokens"
+) -> Path:
+    """Smoothed training loss and validation loss of several runs, side by side on one scale, as a PNG.
+
+    Args:
+        runs: In order.
+        labels: Of the runs.
+        path: File to write.
+        over: `tokens`, or `hours` in training steps; runs without a throughput are left out of the latter.
+    """
+    pairs = [(run, label) for run, label in zip(runs, labels, strict=True) if _axis(run, run.train, over) is not None]
+    with_validation = any(np.isfinite(run.evaluation["loss"]).any() for run, _ in pairs)
     figure = _figure(13.0 if with_validation else 9.0, 5.4)
     panels = figure.subplots(1, 2 if with_validation else 1, sharey=True, squeeze=False)[0]
     curves: list[tuple[np.ndarray, np.ndarray]] = []
-    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
+    for index, (run, label) in enumerate(pairs):
         color = COLORS[index % len(COLORS)]
         style = ("-", "--", ":")[index // len(COLORS) % 3]
-        smoothed = smooth(run.train["loss"])
-        curves.append((run.train["tokens"], smoothed))
-        panels[0].plot(
-            run.train["tokens"],
-            smoothed,
-            style,
-            color=color,
-            linewidth=1.6,
-            label=f"{label} ({_last(smoothed):.3f})",
-        )
-        validation = run.evaluation["loss"]
-        if np.isfinite(validation).any():
-            curves.append((run.evaluation["tokens"], validation))
-            text = f"{label} ({_last(validation):.3f})"
-            _plot_validation(panels[1], run.evaluation["tokens"], validation, color, text, style)
+        smoothed, places = smooth(run.train["loss"]), _axis(run, run.train, over)
+        assert places is not None
+        curves.append((places, smoothed))
+        text = f"{label} ({_last(smoothed):.3f})"
+        panels[0].plot(places, smoothed, style, color=color, linewidth=1.6, label=text)
+        validation, places = run.evaluation["loss"], _axis(run, run.evaluation, over)
+        if np.isfinite(validation).any() and places is not None:
+            curves.append((places, validation))
+            _plot_validation(panels[1], places, validation, color, f"{label} ({_last(validation):.3f})", style)
     limits = loss_limits(curves)
     if limits:
         panels[0].set_ylim(*limits)
+    last = max((float(places[-1]) for places, _ in curves if len(places)), default=1.0)
     _title(panels[0], "Training loss", "smoothed; last value in brackets")
-    last_tokens = max(float(run.train["tokens"][-1]) for run in runs)
-    _decorate(panels[0], "loss (nats per token)", last_tokens, legend=True)
+    _decorate(panels[0], "loss (nats per token)", last, legend=True, xlabel=over)
     if with_validation:
         _title(panels[1], "Validation loss", "last value in brackets")
-        _decorate(panels[1], "", last_tokens, legend=True)
+        _decorate(panels[1], "", last, legend=True, xlabel=over)
     return _save(figure, path)
+
+
+def _axis(run: RunLog, columns: Mapping[str, np.ndarray], over: str) -> np.ndarray | None:
+    return columns["tokens"] if over == "tokens" else run.hours(columns["tokens"])
 
 
 def _plot_validation(
@@ -190,7 +231,9 @@ def _title(axes: Axes, title: str, subtitle: str) -> None:
     )
 
 
-def _decorate(axes: Axes, ylabel: str, last_tokens: float, legend: bool = False, bottom: bool = True) -> None:
+def _decorate(
+    axes: Axes, ylabel: str, last: float, legend: bool = False, bottom: bool = True, xlabel: str = "tokens"
+) -> None:
     axes.grid(color=GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
@@ -198,11 +241,12 @@ def _decorate(axes: Axes, ylabel: str, last_tokens: float, legend: bool = False,
     for side in ("left", "bottom"):
         axes.spines[side].set_color("#999999")
     axes.tick_params(colors=INK, labelsize=9)
-    axes.set_xlim(0, max(last_tokens, 1.0) * 1.02)
-    axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
+    axes.set_xlim(0, (last or 1.0) * 1.02)
+    if xlabel == "tokens":
+        axes.xaxis.set_major_formatter(lambda value, _: _tick(value))
     axes.set_ylabel(ylabel, color=INK)
     if bottom:
-        axes.set_xlabel("tokens", color=INK)
+        axes.set_xlabel(xlabel, color=INK)
     if legend:
         axes.legend(frameon=False, fontsize=9, loc="upper right")
 

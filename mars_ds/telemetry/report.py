@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from mars_ds.telemetry.console import format_bytes, format_count, format_seconds
-from mars_ds.telemetry.plots import plot_comparison, plot_loss, plot_training, smooth
+from mars_ds.telemetry.plots import plot_comparison, plot_loss, plot_optimizer, plot_training, smooth
 from mars_ds.telemetry.run_log import RunLog, load_run
 
 REPORT_NAME = "report.md"
@@ -31,6 +31,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
     run = load_run(run_dir)
     plot_loss(run, run.directory / "loss.png")
     plot_training(run, run.directory / "training.png")
+    optimizer = plot_optimizer(run, run.directory / "optimizer.png")
     lines = [
         f"# {run.name}",
         "",
@@ -46,6 +47,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
         "",
         "![Learning rate, gradient norm and throughput over tokens](training.png)",
         "",
+        *(
+            ["## Optimizer", "", "![Correction, clipped tensors and update size by role](optimizer.png)", ""]
+            if optimizer
+            else []
+        ),
         "## Files",
         "",
         *(f"- [{path.name}]({path.name})" for path in _linked_files(run.directory)),
@@ -57,7 +63,7 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 
 def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], output_dir: str | os.PathLike[str]) -> Path:
-    """Writes `comparison.md` and `comparison.png`: several runs in one table, best first, and in one figure.
+    """Writes `comparison.md` and two figures: several runs in one table, best first, over tokens and over time.
 
     Runs are ordered by their last validation loss; runs without one follow, by smoothed training loss.
 
@@ -80,6 +86,7 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], output_dir: str
     output = Path(output_dir)
     output.mkdir(parents=True, exist_ok=True)
     plot_comparison(runs, labels, output / "comparison.png")
+    plot_comparison(runs, labels, output / "comparison_time.png", over="hours")
     header = (
         "run",
         "optimizer",
@@ -96,6 +103,8 @@ def write_comparison(run_dirs: Sequence[str | os.PathLike[str]], output_dir: str
         *_table(header, _comparison_rows(runs, labels)),
         "",
         "![Training and validation loss of all runs over tokens](comparison.png)",
+        "",
+        "![The same over hours in training steps](comparison_time.png)",
         "",
         "Losses in nats per token: the last validation loss, and the end of the smoothed training curve.",
         "",
@@ -190,7 +199,7 @@ def _labels(runs: Sequence[RunLog]) -> list[str]:
 
 def _linked_files(directory: Path) -> list[Path]:
     """What else a reader of the report may open, configuration and logs first."""
-    ours = {REPORT_NAME, "loss.png", "training.png"}
+    ours = {REPORT_NAME, "loss.png", "training.png", "optimizer.png"}
     texts = sorted(
         path
         for path in directory.iterdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ LOG_NAME = "log.jsonl"
 CONFIG_NAME = "config.yaml"
 
 _TRAIN_FIELDS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second", "memory_bytes")
+_OPTIMIZER = "optimizer/"
 _EVALUATION_FIELDS = ("step", "tokens", "loss", "bits_per_byte")
 
 
@@ -28,6 +29,7 @@ class RunLog:
         config: `config.yaml` as nested dictionaries; empty when the folder has none.
         train: Columns of the training lines, fp64, all of one length; NaN where a line lacks the field.
         evaluation: Columns of the evaluation lines, likewise; possibly of length 0.
+        optimizer: Columns of `optimizer/...` fields that any training line has, by the rest of their names.
         start: The first `start` line; empty when there is none.
         end: The last `end` line; empty while a run goes on or after it was killed.
     """
@@ -38,6 +40,7 @@ class RunLog:
     evaluation: Mapping[str, np.ndarray]
     start: Mapping[str, Any]
     end: Mapping[str, Any]
+    optimizer: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -60,10 +63,18 @@ class RunLog:
     @property
     def training_seconds(self) -> float | None:
         """Time in training steps over all restarts, from tokens and throughput; None without throughput."""
-        tokens_since_last = np.diff(self.train["tokens"], prepend=0.0)
-        rates = self.train["tokens_per_second"]
-        known = np.isfinite(rates) & (rates > 0) & np.isfinite(tokens_since_last)
-        return float((tokens_since_last[known] / rates[known]).sum()) if known.any() else None
+        hours = self.hours(self.train["tokens"])
+        return float(hours[-1]) * 3600.0 if hours is not None else None
+
+    def hours(self, tokens: np.ndarray) -> np.ndarray | None:
+        """Hours in training steps until so many tokens were consumed, over all restarts; None without throughput."""
+        seen, rates = self.train["tokens"], self.train["tokens_per_second"]
+        known = np.isfinite(rates) & (rates > 0) & np.isfinite(seen)
+        if not known.any():
+            return None
+        since_last = np.diff(seen, prepend=0.0)
+        seconds = np.where(known, since_last / np.where(known, rates, 1.0), 0.0).cumsum()
+        return np.asarray(np.interp(tokens, np.concatenate([[0.0], seen]), np.concatenate([[0.0], seconds])) / 3600.0)
 
 
 def load_run(run_dir: str | os.PathLike[str]) -> RunLog:
@@ -81,9 +92,9 @@ def load_run(run_dir: str | os.PathLike[str]) -> RunLog:
     if not train:
         raise ValueError(f'{path} has no training step yet: none of its {len(records)} lines is of kind "train"')
     columns = _columns(train, _TRAIN_FIELDS, path)
-    for field in ("step", "tokens"):
-        if not np.isfinite(columns[field]).all():
-            raise ValueError(f"{path}: a training line has no {field!r}, which places it on the axis")
+    for name in ("step", "tokens"):
+        if not np.isfinite(columns[name]).all():
+            raise ValueError(f"{path}: a training line has no {name!r}, which places it on the axis")
     starts_and_ends = [record for record in records if record.get("kind") in ("start", "end")]
     starts = [record for record in starts_and_ends if record["kind"] == "start"]
     # An end that a later start follows is that of an earlier leg of the run.
@@ -95,17 +106,25 @@ def load_run(run_dir: str | os.PathLike[str]) -> RunLog:
         evaluation=_columns([each for each in records if each.get("kind") == "eval"], _EVALUATION_FIELDS, path),
         start=starts[0] if starts else {},
         end=last if last.get("kind") == "end" else {},
+        optimizer={
+            name.removeprefix(_OPTIMIZER): column
+            for name, column in _columns(train, sorted(_optimizer_fields(train)), path).items()
+        },
     )
+
+
+def _optimizer_fields(train: Sequence[Mapping[str, Any]]) -> set[str]:
+    return {name for record in train for name in record if name.startswith(_OPTIMIZER)}
 
 
 def _columns(records: Sequence[Mapping[str, Any]], fields: Sequence[str], path: Path) -> dict[str, np.ndarray]:
     columns = {}
-    for field in fields:
+    for name in fields:
         try:
-            values = [float("nan") if each.get(field) is None else float(each[field]) for each in records]
+            values = [float("nan") if each.get(name) is None else float(each[name]) for each in records]
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: field {field!r} is not a number in every line: {error}") from error
-        columns[field] = np.array(values, dtype=np.float64)
+            raise ValueError(f"{path}: field {name!r} is not a number in every line: {error}") from error
+        columns[name] = np.array(values, dtype=np.float64)
     return columns
 
 

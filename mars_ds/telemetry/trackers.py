@@ -166,8 +166,8 @@ class BackgroundTracker:
     def __init__(
         self,
         tracker: Tracker,
-        start_seconds: float = 60.0,
-        finish_seconds: float = 60.0,
+        start_seconds: float = 30.0,
+        finish_seconds: float = 30.0,
         capacity: int = 1000,
         warn: Callable[[str], None] = logger.warning,
     ) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from data_pipeline import DataError
 from mars_ds.config import RunConfig, load_config
 from mars_ds.errors import ConfigError
+from mars_ds.telemetry.bar import CLEAR
 
 if TYPE_CHECKING:
     from mars_ds.planning.plan import RunPlan
@@ -109,6 +110,7 @@ def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
     for problem in folder.passed_over:
         printed(f"passed over a damaged checkpoint: {problem}")
     join(folder.path / FLIGHT_FOLDER)
+    _refuse_unfit(plan, printed)
     lock = agree(lambda: hold(folder) if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
         config.stop_file.unlink(missing_ok=True)  # of the stop that this start ends
@@ -209,7 +211,8 @@ def _number(value: float | None) -> str:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    # A progress bar may stand in the line.
+    print(CLEAR + text if sys.stdout.isatty() else text, flush=True)
 
 
 def _hush(text: str) -> None:
@@ -218,6 +221,11 @@ def _hush(text: str) -> None:
 
 def _quiet() -> None:
     """Keeps the libraries' own chatter out of the console; their warnings and errors stay."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        # DeepSpeed would find out by itself, with a warning.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")

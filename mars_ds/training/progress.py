@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
+from mars_ds.telemetry.bar import Bar
 from mars_ds.telemetry.console import StepLine, first_loss_line, format_count, step_header, step_line
 from mars_ds.telemetry.devices import mfu
 from mars_ds.telemetry.jsonl import JsonlLog
@@ -211,6 +212,7 @@ class StepLog(Callback):
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._progress: Progress | None = None
+        self._bar = Bar(config.schedule.steps)
         self.seconds_per_step = 0.0
 
     def start(self, trainer: "Trainer") -> None:
@@ -241,14 +243,23 @@ class StepLog(Callback):
     def after_step(self, trainer: "Trainer", result: StepResult) -> None:
         """Logs the step when it is time: the only place where the host waits for the device."""
         if not is_log_step(self._config, trainer.step):
+            if self._progress:
+                self._bar.update(trainer.step, self.seconds_per_step)
             return
+        self._bar.clear()
         loss = result.loss.clone()
         dist.all_reduce(loss)
         if self._progress:
             extra = {"epoch": trainer.loader.epoch(), "skipped_steps": trainer.health.skipped_steps}
+            extra |= {f"optimizer/{name}": value for name, value in trainer.optimizer_metrics.values.items()}
             mean = float(loss) / trainer.world_size
             self._progress.step(trainer.step, mean, trainer.grad_norm(), result.lr, extra)
             self.seconds_per_step = self._progress.seconds_per_step
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Adds a record of another kind to the JSONL log."""
+        if self._progress:
+            self._progress.log.write(record)
 
     def evaluation(self, step: int, name: str, result: Evaluation) -> None:
         """Logs a validation loss."""
@@ -265,10 +276,12 @@ class StepLog(Callback):
         """Writes the last line, with the hash of all windows consumed."""
         state = trainer.loader.state()
         if self._progress:
-            facts = {"step": outcome.steps, "validation_loss": outcome.validation_loss, "reason": outcome.reason.name}
+            reason = outcome.reason.name if outcome.reason else "finished"
+            facts = {"step": outcome.steps, "validation_loss": outcome.validation_loss, "reason": reason}
             self._progress.end({**facts, **state})
 
     def close(self) -> None:
         """Lets trackers go within their deadline."""
+        self._bar.clear()
         if self._progress:
             self._progress.close()

@@ -19,6 +19,8 @@ from mars_ds.training.health import HealthWatch, LossGuard
 from mars_ds.training.heartbeat import Heartbeat
 from mars_ds.training.loop_speed import GarbageCollection, Profiler
 from mars_ds.training.model import TrainableModel, build_model
+from mars_ds.training.optimizer_metrics import OptimizerMetrics
+from mars_ds.training.plan_check import PlanCheck
 from mars_ds.training.progress import StepLog
 from mars_ds.training.run_folder import CARD_NAME, RunFolder
 from mars_ds.training.saving import Checkpoints
@@ -90,11 +92,14 @@ class Trainer:
         self.evaluations = Evaluations(config, self.model, batch.micro_batch, self.device)
         self.checkpoints = Checkpoints(config)
         self.log = StepLog(config)
+        self.optimizer_metrics = OptimizerMetrics(config)
         # In this order after every step: see mars_ds.training.callbacks.
         self.callbacks: list[Callback] = [
             Profiler(config.telemetry),
+            self.optimizer_metrics,
             self.health,
             self.log,
+            PlanCheck(),
             self.evaluations,
             self.checkpoints,
             GarbageCollection(config.telemetry.garbage_collection_steps),

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from mars_ds.checkpoint import CheckpointReader, newest_checkpoint
 from mars_ds.checkpoint.layout import MARKER, Slice, sha256_of
-from mars_ds.checkpoint.writer import prune
+from mars_ds.checkpoint.retention import prune
 from mars_ds.errors import CheckpointError
 
 VALUES = torch.arange(15.0)

@@ -7,6 +7,7 @@ from mars_ds.model.gpt2 import parameter_shapes
 from mars_ds.optim.grouping import plan_groups
 from mars_ds.planning.batch import plan_batch
 from mars_ds.planning.card import newton_schulz_plans, plan_card
+from mars_ds.planning.plan import RunPlan
 from mars_ds.training.model import gpt2_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -27,7 +28,7 @@ def test_xl_on_64_ranks_cuts_32_matrices() -> None:
 def test_the_card_says_what_the_run_is(config_file: Path) -> None:
     config = load_config(config_file)
     shapes = parameter_shapes(gpt2_config(config.model))
-    text = plan_card(config, plan_batch(12, 2, 3), shapes, 1000, num_windows=240)
+    text = plan_card(RunPlan(config, plan_batch(12, 2, 3), shapes, 1000, num_windows=240))
     for part in (
         "12 sequences = 2 micro-batch x 2 accumulation x 3 ranks",
         "= 384 tokens",
