@@ -206,8 +206,8 @@ def main() -> int:
     low, high = bootstrap(ratios)
     printed(
         f"{dist.get_world_size()} ranks, stage {options.stage}, width {options.width}, {options.layers} layers, "
-        f"micro-batch {options.micro_batch}: throughput of our loop / bare DeepSpeed loop, median of {options.pairs} pairs of "
-        f"{options.steps} steps: {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
+        f"micro-batch {options.micro_batch}: throughput of our loop / bare DeepSpeed loop, median of {options.pairs} "
+        f"pairs of {options.steps} steps: {statistics.median(ratios):.3f} [{low:.3f}, {high:.3f}]"
     )
     spent = shares(ours, 3 * options.steps)
     total = sum(spent.values())
