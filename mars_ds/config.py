@@ -246,6 +246,8 @@ class WandbSection(Section):
     mode: Literal["disabled", "offline", "online"] = "disabled"
     project: str = "mars-ds"
     tags: list[str] = []
+    deadline_seconds: Annotated[float, Field(gt=0.0)] = 30.0
+    """What its start, and its end, may take; then the run goes on without it."""
 
 
 class TelemetrySection(Section):
@@ -253,6 +255,8 @@ class TelemetrySection(Section):
 
     log_interval_steps: PositiveInt = 10
     """Console and JSONL line every so many steps (and each of the first 20)."""
+    deepspeed_log: bool = False
+    """Show DeepSpeed's own log lines too."""
     garbage_collection_steps: NonNegativeInt = 1000
     """Python's garbage is collected so often, on all ranks at once; 0 leaves it to Python."""
     profile_first_step: PositiveInt = 10

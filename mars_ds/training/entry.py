@@ -109,7 +109,8 @@ def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
     folder = open_run_folder(config)
     for problem in folder.passed_over:
         printed(f"passed over a damaged checkpoint: {problem}")
-    join(folder.path / FLIGHT_FOLDER)
+    join(folder.path / FLIGHT_FOLDER, config.telemetry.deepspeed_log)
+    printed(_banner())
     _refuse_unfit(plan, printed)
     lock = agree(lambda: hold(folder) if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
@@ -133,6 +134,20 @@ def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
     # Ranks leave together: a launcher ends the others when one of them goes first and is slow to close.
     dist.barrier()
     return reason
+
+
+def _banner() -> str:
+    """What was detected, in one line."""
+    import torch
+    import torch.distributed as dist
+
+    from mars_ds.training.certificate import environment
+
+    found = environment()
+    cores = "" if torch.cuda.is_available() else f" ({torch.get_num_threads()} threads a rank)"
+    where = f"{found['device']}{cores} on {found['host']}"
+    versions = f"torch {found['torch']}, deepspeed {found['deepspeed']}, python {found['python']}"
+    return f"detected   {dist.get_world_size()} ranks over {dist.get_backend()}, {where}; {versions}"
 
 
 def _ending(outcome: "Outcome") -> str:

@@ -199,7 +199,8 @@ def _trackers(config: RunConfig, folder: Path, warn: Callable[[str], None]) -> l
         wanted.append(WandbTracker(wandb.project, config.run.name, wandb.mode, tuple(wandb.tags), folder))
     if config.telemetry.tensorboard:
         wanted.append(TensorBoardTracker(folder / "tensorboard"))
-    return [BackgroundTracker(tracker, warn=warn) for tracker in wanted]
+    deadline = wandb.deadline_seconds
+    return [BackgroundTracker(tracker, deadline, deadline, warn=warn) for tracker in wanted]
 
 
 class StepLog(Callback):

@@ -68,12 +68,13 @@ def _first_slurm_node(environ: Mapping[str, str]) -> str:
     return (match.group(1) + (match.group(2) or "")) if match else "127.0.0.1"
 
 
-def join(flight_folder: Path | None = None) -> None:
+def join(flight_folder: Path | None = None, deepspeed_log: bool = False) -> None:
     """Initializes torch's and DeepSpeed's process group from the launch environment; idempotent.
 
     Args:
         flight_folder: Where NCCL's flight recorder dumps the last collectives of each rank when one times out; None
             leaves torch's own choice. Variables that the user has set are left as they are.
+        deepspeed_log: Show DeepSpeed's own log lines.
 
     Raises:
         LaunchError: An accelerator is present that torch cannot use, or the environment is incomplete.
@@ -82,7 +83,7 @@ def join(flight_folder: Path | None = None) -> None:
     from deepspeed.accelerator import get_accelerator
 
     # Its progress messages would drown ours; warnings about what we do on purpose (a client optimizer) too.
-    deepspeed.utils.logger.setLevel(logging.ERROR)
+    deepspeed.utils.logger.setLevel(logging.INFO if deepspeed_log else logging.ERROR)
     # Building this optional CPU op needs a compiler, and a build that is killed leaves a lock on which every later
     # start waits for ever. gloo alone gives the same sums.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

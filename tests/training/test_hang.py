@@ -18,7 +18,6 @@ def test_a_stopped_rank_is_named_before_any_time_out(dataset: Path, tmp_path: Pa
         launch.until_phase(run, "", 3)
         launch.send(signal.SIGSTOP, [1])
         launch.until(lambda: "no progress for" in launch.output(), seconds=30)
-        # The stopped rank's file grows old only after three beats and 15 seconds; then it is called silent.
         launch.until(lambda: "is silent since" in launch.output(), seconds=60)
         silent = next(line for line in launch.output().splitlines() if "is silent since" in line)
         assert silent.strip().startswith("rank 1 (")

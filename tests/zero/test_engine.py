@@ -13,6 +13,7 @@ from tests.ranks import run_on_ranks
 from tests.zero import cases
 
 WORLDS = (1, 2, 3, 4)
+WORLDS_AND_KINDS = [(world_size, kind) for world_size in WORLDS for kind in cases.kinds_at(world_size)]
 FP32 = [w for w in cases.WRAPPERS if w.dtype == "fp32"]
 INJECTED = [w for w in FP32 if w.stage < 3]
 BF16 = [w for w in cases.WRAPPERS if w.dtype == "bf16"]
@@ -42,9 +43,8 @@ def distance(got: Tensor, want: Tensor, scale: Tensor) -> float:
     return float((got - want).norm() / scale.norm())
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("wrapper", INJECTED, ids=lambda w: w.id)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "kind"), WORLDS_AND_KINDS)
 def test_identical_reduced_gradients(world_size: int, wrapper: cases.Wrapper, kind: str) -> None:
     """Bitwise for rules without a norm; the rest differ by the order of fp64 sums and GEMM rows."""
     got, want = results(world_size)["inject", wrapper, kind], one_process_injected(kind)
@@ -55,9 +55,8 @@ def test_identical_reduced_gradients(world_size: int, wrapper: cases.Wrapper, ki
             assert distance(got[name], value, value) <= 1e-6, name
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("wrapper", FP32, ids=lambda w: w.id)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "kind"), WORLDS_AND_KINDS)
 def test_ten_steps_through_the_engine_in_fp32(world_size: int, wrapper: cases.Wrapper, kind: str) -> None:
     got, want = results(world_size)["engine", wrapper, kind, "float32"], one_process(kind, "float32")
     for name, value in want.items():
@@ -78,9 +77,8 @@ def test_ten_steps_with_bf16_newton_schulz(world_size: int, wrapper: cases.Wrapp
         assert distance(got[name], value, value - start[name]) <= 2e-2, name
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("wrapper", BF16, ids=lambda w: w.id)
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "kind"), WORLDS_AND_KINDS)
 def test_ten_steps_in_bf16(world_size: int, wrapper: cases.Wrapper, kind: str) -> None:
     """bf16 gradients of parts of a batch round at 2^-9: the path differs by a few percent, not in its rule."""
     got, want = results(world_size)["engine", wrapper, kind, "float32"], one_process(kind, "float32", "bf16")
@@ -91,9 +89,8 @@ def test_ten_steps_in_bf16(world_size: int, wrapper: cases.Wrapper, kind: str) -
         assert distance(got[name], value, value - start[name]) <= limit, name
 
 
-@pytest.mark.parametrize("kind", cases.KINDS)
 @pytest.mark.parametrize("accumulation", ["bf16", "fp32"])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize(("world_size", "kind"), WORLDS_AND_KINDS)
 def test_bf16_wrappers_with_one_accumulation_dtype_agree(world_size: int, accumulation: str, kind: str) -> None:
     """Stages that reduce in the same dtype see the same gradients up to rounding.
 
