@@ -110,8 +110,9 @@ class Heartbeat:
             return
         self._reported_at = time.time()
         beats = read_heartbeats(self._folder)
-        self._warn("\n".join(diagnose(beats, self._world_size, stands_for, self._interval)))
+        # Whoever reads the warning finds the files.
         self._dump()
+        self._warn("\n".join(diagnose(beats, self._world_size, stands_for, self._interval)))
 
     def _dump(self) -> None:
         """Where rank 0's threads stand, and the last collectives from PyTorch's flight recorder."""

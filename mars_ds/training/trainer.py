@@ -155,7 +155,7 @@ class Trainer:
         lr = set_learning_rates(self.engine.mars, self.schedule, self.config.schedule, self.config.optimizer, self.step)
         if self.exact:
             with lookahead(self.engine):
-                self._run_window(self.loader.peek_step(1), self.step + 1)
+                self._run_window(self.loader.peek_step(1), self.step + 1, judged=False)
         loss = self._run_window(self.loader.next_step(), self.step)
         self.step += 1
         self.heartbeat.step(self.step)
@@ -163,8 +163,11 @@ class Trainer:
             self._show_proof()
         return StepResult(loss, lr, self.engine.was_step_applied())
 
-    def _run_window(self, micro_batches: Iterable[torch.Tensor], batch_index: int) -> torch.Tensor:
-        """Forward, backward and engine step of one accumulation window; returns its mean loss."""
+    def _run_window(self, micro_batches: Iterable[torch.Tensor], batch_index: int, judged: bool = True) -> torch.Tensor:
+        """Forward, backward and engine step of one accumulation window; returns its mean loss.
+
+        A window that is only looked ahead at is not judged as a spike: that is done when its own step comes.
+        """
         # Dropout masks belong to the batch: exact mode evaluates each batch twice.
         torch.manual_seed(((self.config.run.seed * 1_000_003 + batch_index) * 65_537 + self.rank) % 2**63)
         total = torch.zeros((), device=self.device)
@@ -173,7 +176,8 @@ class Trainer:
             inputs, labels = self.model.inputs(windows)
             loss = self.engine(input_ids=inputs, labels=labels).loss
             total += loss.detach().float()
-            self.engine.backward(loss * self.guard.factor(loss, total / count if index == count else None))
+            window_loss = total / count if judged and index == count else None
+            self.engine.backward(loss * self.guard.factor(loss, window_loss))
             self._measure_norm()
             self.engine.step()
         return total / count
