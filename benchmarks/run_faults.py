@@ -25,7 +25,7 @@ def main() -> int:
     options = parser.parse_args()
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        dataset = byte_dataset(Path(folder) / "dataset")
+        dataset = byte_dataset(Path(folder))
         fate = survive(Path(folder), dataset, options.kills, options.seed, print)
     print(
         f"{fate.kills} kills, {fate.resumes} certified resumes, {fate.repeated_steps} steps lost and done again, "

@@ -145,6 +145,8 @@ def plot_optimizer(run: RunLog, path: str | os.PathLike[str]) -> Path | None:
                 label=f"{name.split('/', 1)[1]} ({_last(run.optimizer[name]):.3g})",
             )
         limits = robust_limits(np.concatenate([run.optimizer[name] for name in names]))
+        if kind == "clipped":
+            limits = (-0.02, 1.02)
         if limits:
             axes.set_ylim(*limits)
         _decorate(axes, _OPTIMIZER_PANELS[kind], float(tokens[-1]), legend=True, bottom=axes is panels[-1])
