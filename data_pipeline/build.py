@@ -238,7 +238,9 @@ class _Build:
 
             def read() -> Reading:
                 seconds = {"download": schedule.waited_seconds * size, **board.stage_seconds()}
-                return Reading(sum(board.text_bytes), plan.text_bytes, sum(board.tokens), seconds)
+                return Reading(
+                    sum(board.text_bytes), plan.text_bytes, sum(board.tokens), seconds, fetcher.fetched_bytes
+                )
 
             with Progress(read, self.log):
                 schedule.run()

@@ -81,7 +81,7 @@ class ReferenceEngine:
 
 
 class GigatokenEngine:
-    """GPT-2 by gigatoken: about 18 times tiktoken on one core, on fresh web text."""
+    """GPT-2 by gigatoken; docs/data.md has its speed."""
 
     name = "gigatoken"
 
@@ -108,7 +108,7 @@ class GigatokenEngine:
 
 
 class FastokensEngine:
-    """GPT-2 by fastokens: about 15 times tiktoken on one core, on fresh web text."""
+    """GPT-2 by fastokens; docs/data.md has its speed."""
 
     name = "fastokens"
 

@@ -18,12 +18,14 @@ class Reading(NamedTuple):
         total_bytes: text in all, roughly.
         tokens: tokens written.
         seconds: worker time spent in each stage.
+        fetched_bytes: arrived from the hub.
     """
 
     done_bytes: int
     total_bytes: int
     tokens: int
     seconds: Mapping[str, float] = {}
+    fetched_bytes: int = 0
 
 
 def progress_line(start: Reading, now: Reading, elapsed_seconds: float) -> str:
@@ -37,6 +39,8 @@ def progress_line(start: Reading, now: Reading, elapsed_seconds: float) -> str:
     limit = max(stages, key=stages.__getitem__, default="")
     of_all = sum(stages.values())
     tail = f" | limit: {limit} ({100 * stages[limit] / of_all:.0f} % of the workers' time)" if of_all > 0 else ""
+    if now.fetched_bytes:
+        tail += f" | fetched {now.fetched_bytes / 1e6:,.1f} MB"
     return (
         f"{share:5.1f} % of {now.total_bytes / 1e6:,.1f} MB | {rate / 1e6:,.1f} MB/s | "
         f"{tokens_rate / 1e6:.2f} Mtok/s | ETA {eta}{tail}"

@@ -1,50 +1,25 @@
 """Reads windows of a finished data set: exact, in any order, with memory that does not grow."""
 
 import errno
-import hashlib
 import mmap
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from data_pipeline.binformat import HEADER_BYTES, BinHeader, read_header
+from data_pipeline.binformat import HEADER_BYTES
 from data_pipeline.errors import DataError
 from data_pipeline.layout import SplitLayout
-from data_pipeline.manifest import MANIFEST_FILE, MANIFEST_HASH_FILE, read_manifest
+from data_pipeline.manifest import MANIFEST_FILE, MANIFEST_HASH_FILE
 from data_pipeline.pages import PAGE_BYTES, PageSums
+from data_pipeline.split_parts import SplitInfo, SplitPart, split_of_foreign_parts, split_of_manifest
 
 # Parts that are held open: far below the usual limit of 1,024 descriptors per process.
 _MAX_OPEN_PARTS = 128
 ACCESSES = ("pread", "mmap")
-# What parts of llm.c's format without a manifest hold by convention.
-_FOREIGN_TOKENIZER = "gpt2"
-_FOREIGN_VOCAB_SIZE = 50_257
-
-
-@dataclass(frozen=True)
-class SplitInfo:
-    """What is known of one split before any window is read.
-
-    Attributes:
-        manifest_sha256: identity of the data set.
-        tokenizer_name: the tokenizer's name.
-        vocab_size: number of ids; every id that is read lies below it.
-        max_token_id: the largest id of the split; for a directory without a manifest ``vocab_size - 1``.
-        num_documents: documents; None for a directory without a manifest.
-        bytes_of_text: UTF-8 bytes of the documents' text; None for a directory without a manifest.
-    """
-
-    manifest_sha256: str
-    tokenizer_name: str
-    vocab_size: int
-    max_token_id: int
-    num_documents: int | None
-    bytes_of_text: int | None
 
 
 class _Piece(NamedTuple):
@@ -55,14 +30,6 @@ class _Piece(NamedTuple):
     end: int
     part: int
     offset: int
-
-
-class _Part(NamedTuple):
-    """One part: the names of its files, the sums' being None where it has none, and its header."""
-
-    file: str
-    sums_file: str | None
-    header: BinHeader
 
 
 class _OpenPart(NamedTuple):
@@ -110,13 +77,13 @@ def open_dataset(
     if not path.is_dir():
         raise DataError(f"{path}: no such data set; make it with: {make}")
     if (path / MANIFEST_FILE).exists():
-        info, parts = _from_manifest(path, split)
+        info, parts = split_of_manifest(path, split)
     elif (path / MANIFEST_HASH_FILE).exists():
         raise DataError(
             f"{path}: {MANIFEST_FILE} is gone, though {MANIFEST_HASH_FILE} is there; make it again with: {make}"
         )
     elif any(path.glob("*_train_*.bin")) or any(path.glob("*_val_*.bin")):
-        info, parts = _from_foreign_parts(path, split)
+        info, parts = split_of_foreign_parts(path, split)
     else:
         raise DataError(f"{path}: neither a {MANIFEST_FILE} nor parts are in it; make the data set with: {make}")
     if not parts:
@@ -151,7 +118,7 @@ class TokenWindows:
         split: str,
         sequence_length: int,
         info: SplitInfo,
-        parts: Sequence[_Part],
+        parts: Sequence[SplitPart],
         access: str = "pread",
     ) -> None:
         """Lay windows over parts; use `open_dataset`."""
@@ -400,52 +367,3 @@ class TokenWindows:
                 raise self._truncated(part)
             self._open_maps[part] = mapped
         return mapped
-
-
-def _from_manifest(path: Path, split: str) -> tuple[SplitInfo, list[_Part]]:
-    manifest, identity = read_manifest(path)
-    records = manifest.parts_of(split)
-    parts = []
-    for record in records:
-        header = read_header(path / record.file)
-        if (header.num_tokens, header.num_documents) != (record.tokens, record.documents):
-            raise DataError(
-                f"{path / record.file}: its header says {header.num_tokens:,} tokens, the manifest "
-                f"{record.tokens:,}; the part is of another data set: copy it anew"
-            )
-        parts.append(_Part(record.file, record.sums_file if record.sums_sha256 else None, header))
-    info = SplitInfo(
-        manifest_sha256=identity,
-        tokenizer_name=manifest.tokenizer.name,
-        vocab_size=manifest.tokenizer.vocab_size,
-        max_token_id=max((record.max_token_id for record in records), default=0),
-        num_documents=sum(record.documents for record in records),
-        bytes_of_text=manifest.text_bytes[split],
-    )
-    return info, parts
-
-
-def _from_foreign_parts(path: Path, split: str) -> tuple[SplitInfo, list[_Part]]:
-    identity = hashlib.sha256()
-    parts = []
-    for file in sorted([*path.glob("*_train_*.bin"), *path.glob("*_val_*.bin")]):
-        header = read_header(file)
-        if header.itemsize != 2:
-            raise DataError(
-                f"{file}: parts without a {MANIFEST_FILE} are taken as GPT-2 tokens in uint16 (magic "
-                "20240520); prepare other vocabularies from their text"
-            )
-        with open(file, "rb") as opened:
-            start = opened.read(HEADER_BYTES)
-        identity.update(f"{file.name}\n{header.file_bytes}\n".encode() + start)
-        if f"_{split}_" in file.name:
-            parts.append(_Part(file.name, None, header))
-    info = SplitInfo(
-        manifest_sha256=identity.hexdigest(),
-        tokenizer_name=_FOREIGN_TOKENIZER,
-        vocab_size=_FOREIGN_VOCAB_SIZE,
-        max_token_id=_FOREIGN_VOCAB_SIZE - 1,
-        num_documents=None,
-        bytes_of_text=None,
-    )
-    return info, parts

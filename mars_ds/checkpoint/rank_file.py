@@ -1,7 +1,8 @@
 """A rank's slices in memory, and their safetensors file, hashed while it is written.
 
-The file is written here and not by the safetensors package because that holds the interpreter's lock meanwhile: a
-thread that writes would stop the training it is meant to leave alone. What is written is read by `safe_open`.
+The file is written here and not by the safetensors package for two reasons: slices of one flat tensor share their
+storage, which the package takes only as copies, and what is hashed on the way out need not be read again. The package's
+`safe_open` reads the file.
 """
 
 import hashlib

@@ -39,7 +39,7 @@ def versions() -> Iterator[Finding]:
         except importlib.metadata.PackageNotFoundError:
             optional = name in ("gigatoken", "fastokens")
             remedy = f"pip install {name}=={pinned.get(name, '')}".rstrip("=")
-            seen = "not installed: tokenising is about ten times slower" if optional else "not installed"
+            seen = "not installed: tokenising is several times slower" if optional else "not installed"
             yield Finding("note" if optional else "mend", name, seen, remedy)
             continue
         wanted = pinned.get(name)

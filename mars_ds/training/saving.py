@@ -3,10 +3,6 @@
 import time
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-
 from mars_ds.checkpoint.copying import Place
 from mars_ds.checkpoint.engine_state import describe, held_slices
 from mars_ds.checkpoint.reader import find_checkpoints
@@ -24,45 +20,6 @@ if TYPE_CHECKING:
 # How long a save is waited for, where there is nothing else to do; after an error; and copies after the last save.
 _COMMIT_SECONDS, _CLOSE_SECONDS = 1800.0, 60.0
 _COPY_SECONDS, _COPY_SECONDS_OF_A_STOP = 600.0, 30.0
-# As in mars_ds.training.health.
-_WINDOW_STEPS, _WARM_UP_STEPS = 128, 32
-
-
-class LossTrend:
-    """Whether the last loss stands out; each rank follows its own on the device, and nobody waits before `is_spike`.
-
-    Args:
-        zscore: Standard deviations above the running mean that make a spike; 0 is never.
-    """
-
-    def __init__(self, zscore: float) -> None:
-        self._zscore, self._count = zscore, 0
-        self._mean = self._variance = self._facts = torch.zeros((), dtype=torch.float64)
-
-    def add(self, loss: Tensor) -> None:
-        """Takes the loss of a finished step; one that is a spike here, or not finite, does not move the mean."""
-        if not self._zscore:
-            return
-        loss = loss.detach().double()
-        mean, variance = self._mean.to(loss.device), self._variance.to(loss.device)
-        self._facts = torch.stack([loss, mean, variance.sqrt()])
-        weight = 1.0 / min(self._count + 1, _WINDOW_STEPS)
-        step = loss - mean
-        usable = torch.isfinite(loss)
-        if self._count >= _WARM_UP_STEPS:
-            usable = usable & (step <= self._zscore * variance.clamp_min(1e-12).sqrt())
-        self._mean = torch.where(usable, mean + weight * step, mean)
-        self._variance = torch.where(usable, (1 - weight) * (variance + weight * step * step), variance)
-        self._count += 1
-
-    def is_spike(self) -> bool:
-        """Over all ranks, which ask together: their mean loss against the mean of their means and deviations."""
-        if not self._zscore or self._count <= _WARM_UP_STEPS:
-            return False
-        facts = self._facts.clone()
-        dist.all_reduce(facts)
-        loss, mean, deviation = (facts / dist.get_world_size()).tolist()
-        return bool(loss - mean > self._zscore * max(deviation, 1e-6))
 
 
 class Checkpoints(Callback):
@@ -75,7 +32,6 @@ class Checkpoints(Callback):
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config.checkpoint
-        self._trend = LossTrend(config.health.spike_zscore)
         self._seconds = 0.0
         self._saved_step, self._failed_step, self._failures = -1, -1, 0
         self._problem: str | None = None
@@ -103,7 +59,6 @@ class Checkpoints(Callback):
     def after_step(self, trainer: "Trainer", result: StepResult) -> None:
         """Saves when it is time and the state is healthy."""
         self._last = result
-        self._trend.add(result.loss)
         if self._saver is not None:
             self._take(trainer, self._saver.taken())
         if trainer.is_due(self._config.interval_steps):
@@ -145,7 +100,7 @@ class Checkpoints(Callback):
 
     def _save_if_finite(self, trainer: "Trainer", result: StepResult) -> None:
         if trainer.health.is_healthy(result):
-            self._save(trainer, healthy=not self._trend.is_spike())
+            self._save(trainer, healthy=not trainer.guard.last_is_spike())
         else:
             trainer.print(f"step {trainer.step}: not saved, because its loss or gradient is not finite")
 

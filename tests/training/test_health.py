@@ -5,8 +5,11 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from mars_ds.config import HealthSection
 from mars_ds.telemetry.jsonl import read_jsonl
+from mars_ds.training.health import LossGuard
 from mars_ds.training.heartbeat import diagnose
 from mars_ds.training.replay import replay
 from tests.conftest import write_config
@@ -105,3 +108,33 @@ def test_the_rank_to_blame_is_named() -> None:
         "step 6",
         "  ranks 0-1,3: training of step 7",
     ]
+
+
+def follow_losses(rank: int, world_size: int, policy: str) -> None:
+    device = torch.device("cpu")
+    generator = torch.Generator().manual_seed(rank)
+    guard = LossGuard(HealthSection(spike_policy=policy), device)
+    off = LossGuard(HealthSection(spike_policy=policy, spike_zscore=0.0), device)
+
+    def take(loss: float) -> bool:
+        window = torch.tensor(loss)
+        factors = [each.factor(torch.tensor(4.0), window) for each in (guard, off)]
+        assert not off.last_is_spike() and factors[1] == 1.0
+        spike = guard.last_is_spike()
+        # Only the policy `skip` keeps the gradient of a spike from being used.
+        assert bool(torch.isnan(factors[0])) == (spike and policy == "skip")
+        return spike
+
+    for step in range(200):
+        assert not take(4.0 - step / 200 + 0.1 * float(torch.randn((), generator=generator))), step
+    resumed = LossGuard(HealthSection(spike_policy=policy), device)
+    resumed.load_state(guard.state())
+    for loss, spike in ((5.5, True), (3.1, False), (float("nan"), False), (9.0, True), (3.0, False)):
+        assert take(loss) == spike, loss
+    resumed.factor(torch.tensor(4.0), torch.tensor(5.5))
+    assert resumed.last_is_spike()  # without a second warm-up
+
+
+@pytest.mark.parametrize("policy", ["warn", "skip"])
+def test_the_guard_sees_a_spike_and_forgives_noise(policy: str) -> None:
+    run_on_ranks(2, follow_losses, policy)

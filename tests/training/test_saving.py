@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from mars_ds.checkpoint import CheckpointReader
 from mars_ds.training.callbacks import Callback
-from mars_ds.training.saving import LossTrend
 from tests.conftest import write_config
 from tests.ranks import run_on_ranks
 from tests.training.test_trainer import end, losses
@@ -324,24 +322,6 @@ def test_a_full_disk_never_loses_the_previous_one(dataset: Path, tmp_path: Path,
         (warning,) = [line for line in printed if line.startswith("warning")]
         assert "step 8: no checkpoint" in warning and words in warning, warning
         assert found[name, "steps"] == [4, 12]
-
-
-def watch_trend(rank: int, world_size: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    trend, off = LossTrend(6.0), LossTrend(0.0)
-    for step in range(200):
-        trend.add(4.0 - step / 200 + 0.1 * torch.randn((), generator=generator))
-        off.add(torch.tensor(4.0))
-        assert not trend.is_spike(), step
-    for loss, spike in ((5.5, True), (3.1, False), (float("nan"), False), (9.0, True), (3.0, False)):
-        trend.add(torch.tensor(loss))
-        off.add(torch.tensor(loss))
-        assert trend.is_spike() == spike, loss
-        assert not off.is_spike()
-
-
-def test_the_trend_sees_a_spike_and_forgives_noise() -> None:
-    run_on_ranks(1, watch_trend)
 
 
 def test_permanent_checkpoints_must_be_saved_at_all(config_file: Path) -> None:
