@@ -7,6 +7,7 @@ is started at one boundary and read at the next, so nobody waits for it.
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -44,7 +45,9 @@ _SIGNALS = {signal.SIGUSR1: Reason.SIGUSR1, signal.SIGTERM: Reason.SIGTERM, sign
 class SignalWatch:
     """Notes signals from the moment it is made: also while the ranks are still joining or compiling.
 
-    Only the note is taken in the handler; a second Ctrl-C ends the process at once.
+    Only the note is taken in the handler. A second Ctrl-C ends the process at once, also while its main thread waits
+    in a collective of a dead peer: Python runs no handler then, so a thread counts what the interpreter's C handler
+    reports.
 
     Attributes:
         reason: The strongest request so far.
@@ -54,6 +57,7 @@ class SignalWatch:
         self.reason = Reason.NONE
         self._rank = rank
         self._before: dict[signal.Signals, Any] = {}
+        self._wakeup = (-1, -1)  # write end of our pipe, and the descriptor that was set before
 
     def install(self) -> None:
         """Takes the handlers over; only in the main thread, elsewhere signals are not ours."""
@@ -61,22 +65,39 @@ class SignalWatch:
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
         except ValueError:
             self._before = {}
+            return
+        reports, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        self._wakeup = (wakeup, signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False))
+        threading.Thread(target=_quit_at_second_interrupt, args=(reports,), name="second Ctrl-C", daemon=True).start()
 
     def restore(self) -> None:
         """Gives the handlers back."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._before:
+            wakeup, before = self._wakeup
+            signal.set_wakeup_fd(before)
+            os.close(wakeup)
         self._before = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         reason = _SIGNALS[signal.Signals(number)]
-        if reason == self.reason == Reason.SIGINT:
-            os.write(2, b"second Ctrl-C: quitting at once; the newest checkpoint is what remains\n")
-            os._exit(INTERRUPTED_STATUS)
         if self.reason == Reason.NONE and self._rank == 0:
             # print() could be what was interrupted.
             os.write(2, f"{reason.name}: stopping after this step, with a checkpoint\n".encode())
         self.reason = max(self.reason, reason)
+
+
+def _quit_at_second_interrupt(reports: int) -> None:
+    """Reads one byte a signal, its number, until the other end is closed."""
+    interrupts = 0
+    with open(reports, "rb", buffering=0) as pipe:
+        while number := pipe.read(1):
+            interrupts += number[0] == signal.SIGINT
+            if interrupts == 2:
+                os.write(2, b"second Ctrl-C: quitting at once; the newest checkpoint is what remains\n")
+                os._exit(INTERRUPTED_STATUS)
 
 
 class StopWatch:
