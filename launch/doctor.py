@@ -11,8 +11,8 @@ from dataclasses import asdict
 from mars_ds.config import RunConfig, load_config
 from mars_ds.doctor import local, together
 from mars_ds.doctor.finding import Finding
-from mars_ds.errors import ConfigError
-from mars_ds.zero.distributed import LaunchError, join, launch_environment, shut_down
+from mars_ds.errors import ConfigError, LaunchError
+from mars_ds.zero.distributed import join, launch_environment, shut_down
 
 
 def main() -> int:
@@ -27,13 +27,14 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="hash every byte of the data set")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--mebibytes", type=int, default=16, help="size of the collectives, default: 16")
+    parser.add_argument("--expect-devices", type=int, metavar="N", help="accelerators that this machine should have")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args()
     mend = False
     try:
         config = load_config(options.config, options.overrides) if options.config else None
         environment = launch_environment(os.environ)
-        for finding in _findings(config, options.full, options.mebibytes, int(environment["WORLD_SIZE"])):
+        for finding in _findings(config, options, int(environment["WORLD_SIZE"])):
             mend = mend or finding.status == "mend"
             if environment["RANK"] == "0":
                 print(json.dumps(asdict(finding)) if options.json else finding.line(), flush=True)
@@ -45,15 +46,15 @@ def main() -> int:
     return 1 if mend else 0
 
 
-def _findings(config: RunConfig | None, full: bool, mebibytes: int, world_size: int) -> Iterator[Finding]:
+def _findings(config: RunConfig | None, options: argparse.Namespace, world_size: int) -> Iterator[Finding]:
     yield from local.versions()
-    yield from local.accelerator()
+    yield from local.accelerator(options.expect_devices)
     yield local.compiler()
     yield from local.stale_locks()
     yield local.tokenizer()
     yield from local.paths(config)
     if config is not None:
-        yield from local.data(config, full)
+        yield from local.data(config, options.full)
     if world_size == 1:
         yield Finding("ok", "ranks", "one: start this under the run's launcher to look at the network")
         return
@@ -64,7 +65,7 @@ def _findings(config: RunConfig | None, full: bool, mebibytes: int, world_size: 
     yield together.ranks()
     yield together.versions_agree()
     yield together.clocks()
-    elements = mebibytes * 2**18 // world_size * world_size
+    elements = options.mebibytes * 2**18 // world_size * world_size
     yield from together.bandwidth(torch.device(get_accelerator().current_device_name()), elements)
 
 

@@ -57,7 +57,8 @@ make_environment() {
     export PATH
     python -c 'from mars_ds.zero.distributed import refuse_unusable_gpu; refuse_unusable_gpu()' 2>/dev/null ||
         fail "$(python -c '
-from mars_ds.zero.distributed import LaunchError, refuse_unusable_gpu
+from mars_ds.errors import LaunchError
+from mars_ds.zero.distributed import refuse_unusable_gpu
 try:
     refuse_unusable_gpu()
 except LaunchError as error:

@@ -4,10 +4,18 @@
 import os
 import sys
 
-from mars_ds.training.entry import main
+from mars_ds.training.job import log_to_file
+from mars_ds.training.signals import SignalWatch, launched_rank
 
 if __name__ == "__main__":
-    code = main()
+    rank = launched_rank(os.environ)
+    signals = SignalWatch(rank)
+    signals.install()
+    log_to_file(os.environ, rank)
+    # After the line above: it takes seconds, and a SIGTERM in them is a request to stop.
+    from mars_ds.training.entry import main
+
+    code = main(signals=signals)
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of the communication libraries can abort the interpreter's own shutdown after everything is written.

@@ -1,4 +1,4 @@
-"""The one exception of a user's mistake: printed without a traceback, exit code 2."""
+"""The exceptions of a user's mistake: printed without a traceback, exit code 2."""
 
 
 class ConfigError(ValueError):
@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class CheckpointError(ConfigError):
     """A checkpoint that is missing, incomplete, corrupted, or of another model."""
+
+
+class LaunchError(RuntimeError):
+    """The environment of the launch is incomplete, or does not fit the machine or the job."""

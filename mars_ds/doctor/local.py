@@ -19,7 +19,8 @@ from data_pipeline.tokenizer import load_tokenizer
 from data_pipeline.verify import verify
 from mars_ds.config import RunConfig
 from mars_ds.doctor.finding import Finding
-from mars_ds.zero.distributed import LaunchError, refuse_unusable_gpu
+from mars_ds.errors import LaunchError
+from mars_ds.zero.distributed import refuse_unusable_gpu
 
 _CONSTRAINTS = Path(__file__).parents[2] / "constraints.txt"
 _CHECKED_PACKAGES = ("torch", "deepspeed", "numpy", "safetensors", "transformers", "tiktoken", "gigatoken", "fastokens")
@@ -49,13 +50,22 @@ def versions() -> Iterator[Finding]:
             yield Finding("note", name, f"{here}; tested with {wanted}", f"pip install {name}=={wanted}")
 
 
-def accelerator() -> Iterator[Finding]:
-    """The devices that torch can use."""
+def accelerator(expected: int | None = None) -> Iterator[Finding]:
+    """The devices that torch can use, and whether each of them computes what it should.
+
+    Args:
+        expected: Devices that this machine should have; None takes what is there.
+    """
     try:
         refuse_unusable_gpu()
     except LaunchError as error:
         yield Finding("mend", "accelerator", str(error).split(";")[0], str(error).split("; ", 1)[-1])
         return
+    found = torch.cuda.device_count()
+    # A build of torch for the CPU is a choice; a driver that lost its devices is not.
+    if expected is not None and found != expected and torch.version.cuda is not None:
+        remedy = "nvidia-smi names those that are there; drain this machine, or ask its owners to reset it"
+        yield Finding("mend", "accelerator", f"{found} devices, expected {expected}", remedy)
     if not torch.cuda.is_available():
         cores = len(os.sched_getaffinity(0))
         memory = psutil.virtual_memory().total
@@ -71,8 +81,28 @@ def accelerator() -> Iterator[Finding]:
             yield Finding("note", name, seen, "another process uses this device: nvidia-smi names it")
         else:
             yield Finding("ok", name, seen)
+        yield computes(torch.device("cuda", index))
     if not torch.cuda.is_bf16_supported():
         yield Finding("mend", "bfloat16", "not supported by this device", "precision.dtype: float32")
+
+
+def computes(device: torch.device, size: int = 2048) -> Finding:
+    """A product whose entries are known exactly: a device that is broken, or stuck, shows it here.
+
+    Args:
+        device: Where it is computed.
+        size: Rows and columns.
+    """
+    rows = torch.arange(size, dtype=torch.float32, device=device) % 8
+    try:
+        # Row i of the one is all i % 8, column j of the other all j % 8: small integers, which no rounding touches.
+        product = rows[:, None].expand(size, size).contiguous() @ rows[None, :].expand(size, size).contiguous()
+        wrong = int((product != size * rows[:, None] * rows[None, :]).sum())
+    except RuntimeError as error:
+        return Finding("mend", str(device), f"cannot compute: {str(error).splitlines()[0]}", "drain this machine")
+    if wrong:
+        return Finding("mend", str(device), f"{wrong:,} of {size * size:,} entries are wrong", "drain this machine")
+    return Finding("ok", str(device), f"a product of {size} x {size} is exact")
 
 
 def compiler() -> Finding:

@@ -204,15 +204,16 @@ class BackgroundTracker:
             if self._num_lost == 1:
                 self._warn(f"{self._name} does not keep up: metrics from step {step} on are partly left out")
 
-    def finish(self) -> None:
-        """Waits until everything is sent, at most for the deadline; then the run goes on without it."""
+    def finish(self, seconds: float = math.inf) -> None:
+        """Waits until everything is sent, at most for the deadline or `seconds`; then the run goes on without it."""
         if self._thread is None or self._finishing.is_set():
             return
         self._finishing.set()
         if not self._gone():
-            self._thread.join(self._finish_seconds)
+            seconds = min(seconds, self._finish_seconds)
+            self._thread.join(seconds)
             if self._thread.is_alive() and not self._given_up.is_set():
-                self._give_up(f"did not finish within {self._finish_seconds:g} s and was left behind")
+                self._give_up(f"did not finish within {seconds:g} s and was left behind")
         num_lost = self._num_lost + self._queue.qsize()
         if num_lost:
             self._warn(f"{self._name} lost the metrics of {num_lost} steps; the log file has them all")

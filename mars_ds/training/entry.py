@@ -2,7 +2,8 @@
 
 Exit codes tell a scheduler what to do: 0 done; 75 stopped on request and saved, start it again; 2 bad input, 3 the
 optimizer that runs is not the one configured, 4 the run is unhealthy: starting it again would not help (one message on
-rank 0, no traceback); 130 stopped by a person with Ctrl-C, saved if it was the first.
+rank 0, no traceback); 130 stopped by a person with Ctrl-C, saved if it was the first. Where a script reads the state
+file (mars_ds/training/job.py) a stop ends with 0 and the file tells.
 """
 
 import argparse
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from data_pipeline import DataError
 from mars_ds.config import RunConfig, load_config
-from mars_ds.errors import ConfigError
+from mars_ds.errors import ConfigError, LaunchError
 from mars_ds.telemetry.bar import CLEAR
+from mars_ds.training.job import COMMAND, Job
+from mars_ds.training.signals import Reason, SignalWatch, launched_rank
 
 if TYPE_CHECKING:
     from mars_ds.planning.plan import RunPlan
-    from mars_ds.training.stop import Reason, SignalWatch
     from mars_ds.training.trainer import Outcome
 
 DONE, BAD_INPUT, NOT_PROVEN, UNHEALTHY, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
@@ -47,39 +49,47 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, signals: SignalWatch | None = None) -> int:
     """Runs one rank.
 
     Args:
         arguments: Command line without the program's name; None takes it from the process.
+        signals: Requests to stop, already watched; None watches from here on.
 
     Returns:
         Exit code.
     """
     options = parser().parse_intermixed_args(arguments)
-    from mars_ds.training.stop import Reason, SignalWatch
-    from mars_ds.zero.distributed import LaunchError, shut_down
+    from mars_ds.zero.distributed import shut_down
     from mars_ds.zero.layout import LayoutError
     from mars_ds.zero.proof import ProofError
     from mars_ds.zero.support import UnsupportedError
 
     _quiet()
-    signals = SignalWatch(_rank())
+    signals = signals or SignalWatch(launched_rank(os.environ))
+    job = Job()
     try:
-        config = load_config(options.config, options.overrides)
         if options.plan:
-            print(_plan_only(config, options.world_size or 1))
+            signals.restore()
+            print(_plan_only(load_config(options.config, options.overrides), options.world_size or 1))
             return DONE
         signals.install()
-        reason = _train(config, _command(options), signals)
+        job = Job.from_environment(os.environ, _rank())
+        reason = _train(load_config(options.config, options.overrides), _command(options), signals, job)
+        state = {Reason.NONE: "done", Reason.UNHEALTHY: "failed"}.get(reason, "stopped")
+        job.ended(state, "" if reason == Reason.NONE else reason.name)
+        if job.is_watched and state == "stopped":
+            return DONE
         return {Reason.NONE: DONE, Reason.SIGINT: INTERRUPTED, Reason.UNHEALTHY: UNHEALTHY}.get(reason, PREEMPTED)
     except (ConfigError, DataError, LaunchError, UnsupportedError) as error:
         if _rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        job.ended("failed", "BAD_INPUT")
         return BAD_INPUT
     except (LayoutError, ProofError) as error:
         if _rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
+        job.ended("failed", "NOT_PROVEN")
         return NOT_PROVEN
     except KeyboardInterrupt:
         if _rank() == 0:
@@ -90,19 +100,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shut_down()
 
 
-def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
+def _train(config: RunConfig, command: str, signals: SignalWatch, job: Job) -> Reason:
     import torch.distributed as dist
 
     from mars_ds.planning.card import plan_card
     from mars_ds.telemetry.report import write_report
     from mars_ds.training.planning import device_name, plan_run
     from mars_ds.training.run_folder import FLIGHT_FOLDER, hold, open_run_folder
-    from mars_ds.training.stop import Reason
     from mars_ds.training.trainer import Trainer
     from mars_ds.zero.distributed import join, launch_environment
 
     # Everything that can be known without the other ranks is checked before they are waited for.
     world_size = int(launch_environment(os.environ)["WORLD_SIZE"])
+    job.check_world_size(world_size)
     printed = _say if _rank() == 0 else _hush
     plan = plan_run(config, world_size, device=device_name())
     printed(plan_card(plan))
@@ -115,7 +125,8 @@ def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
     lock = agree(lambda: hold(folder) if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
         config.stop_file.unlink(missing_ok=True)  # of the stop that this start ends
-    trainer = Trainer(config, plan.batch, folder, printed, signals)
+    trainer = Trainer(config, plan.batch, folder, printed, signals, job)
+    job.running(trainer.step)
     reason = Reason.NONE
     if trainer.step >= config.schedule.steps:
         printed(f"nothing to do: {folder.path} is at step {trainer.step}; raise schedule.steps to go on")
@@ -125,8 +136,8 @@ def _train(config: RunConfig, command: str, signals: "SignalWatch") -> "Reason":
         reason = outcome.reason
         printed(_ending(outcome))
     if dist.get_rank() == 0:
-        # Also after a run that was killed between its last checkpoint and its report.
-        if trainer.step > 0:
+        # Also after a run that was killed between its last checkpoint and its report; not when every second counts.
+        if trainer.step > 0 and reason != Reason.SIGTERM:
             printed(f"report     {write_report(folder.path)}\ncheckpoint {_newest(folder.checkpoints)}")
         printed(f"continue   {command}")
     if lock is not None:
@@ -151,8 +162,6 @@ def _banner() -> str:
 
 
 def _ending(outcome: "Outcome") -> str:
-    from mars_ds.training.stop import Reason
-
     loss = f"validation loss {_number(outcome.validation_loss)}"
     if outcome.reason == Reason.NONE:
         return f"done: {outcome.steps} steps, {loss}"
@@ -199,6 +208,8 @@ def _refuse_unfit(plan: "RunPlan", printed: Callable[[str], None]) -> None:
 
 def _command(options: argparse.Namespace) -> str:
     """The command that continues this run, in the launcher that started it."""
+    if COMMAND in os.environ:
+        return os.environ[COMMAND]
     world_size = os.environ.get("WORLD_SIZE", "1")
     script = os.path.relpath(sys.argv[0]) if sys.argv[0].endswith(".py") else "launch/pretrain.py"
     arguments = " ".join(["--config", options.config, *options.overrides])
@@ -218,7 +229,7 @@ def _newest(folder: Path) -> str:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+    return launched_rank(os.environ)
 
 
 def _number(value: float | None) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from data_pipeline import DataError, TokenWindows, open_dataset
 from mars_ds.config import RunConfig
+from mars_ds.telemetry.console import format_count
 from mars_ds.training.callbacks import Callback, StepResult
 from mars_ds.training.data import check_vocabulary, evaluation_windows, open_split
 from mars_ds.training.model import IGNORED_LABEL, TrainableModel
@@ -40,6 +41,13 @@ class Evaluation:
     bits_per_byte: float | None
     tokens: int
     half_width: float | None = None
+
+    def line(self, name: str) -> str:
+        """For the console; `name` is the set's."""
+        title = "validation loss" if name == OWN_SET else f"loss on {name}"
+        interval = f" +- {self.half_width:.4f}" if self.half_width is not None else ""
+        per_byte = f", {self.bits_per_byte:.4f} bits per byte" if self.bits_per_byte is not None else ""
+        return f"{title} {self.loss:.4f}{interval}{per_byte} over {format_count(self.tokens)} tokens"
 
 
 class Evaluator:
@@ -136,15 +144,8 @@ class Evaluations(Callback):
         self._interval = config.evaluation.interval_steps
         self.last_loss: float | None = None
         self.evaluators: dict[str, Evaluator] = {}
-        if self._interval == 0:
-            return
-        sequences = config.evaluation.sequences
-        own = open_split(config, "val")
-        self.evaluators[OWN_SET] = Evaluator(own, model, sequences, micro_batch, device)
-        for name, path in config.evaluation.sets.items():
-            windows = open_set(path, config.model.sequence_length)
-            check_vocabulary(windows, model)
-            self.evaluators[name] = Evaluator(windows, model, sequences, micro_batch, device)
+        if self._interval > 0:
+            self.evaluators = open_evaluators(config, model, micro_batch, device)
 
     def start(self, trainer: "Trainer") -> None:
         """A new run is evaluated before its first step."""
@@ -166,6 +167,23 @@ class Evaluations(Callback):
             if name == OWN_SET:
                 self.last_loss = result.loss
             trainer.log.evaluation(trainer.step, name, result)
+
+
+def open_evaluators(
+    config: RunConfig, model: TrainableModel, micro_batch: int, device: torch.device
+) -> dict[str, Evaluator]:
+    """The data set's own validation split, then the sets of `evaluation.sets`.
+
+    Raises:
+        data_pipeline.DataError, ConfigError: A set is not there, or does not fit the model.
+    """
+    splits = {OWN_SET: open_split(config, "val")}
+    for name, path in config.evaluation.sets.items():
+        splits[name] = open_set(path, config.model.sequence_length)
+    for windows in splits.values():
+        check_vocabulary(windows, model)
+    sequences = config.evaluation.sequences
+    return {name: Evaluator(windows, model, sequences, micro_batch, device) for name, windows in splits.items()}
 
 
 def open_set(path: str, sequence_length: int) -> TokenWindows:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mars_ds.config import HealthSection
 from mars_ds.training.bundle import write_bundle
 from mars_ds.training.callbacks import Callback, StepResult
-from mars_ds.training.stop import Reason
+from mars_ds.training.signals import Reason
 
 if TYPE_CHECKING:
     from mars_ds.training.trainer import Trainer

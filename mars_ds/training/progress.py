@@ -1,6 +1,7 @@
 """Console lines, the JSONL log and the trackers of one run: everything a person sees of the loop."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from mars_ds.config import RunConfig
 from mars_ds.errors import ConfigError
 from mars_ds.telemetry.bar import Bar
-from mars_ds.telemetry.console import StepLine, first_loss_line, format_count, step_header, step_line
+from mars_ds.telemetry.console import StepLine, first_loss_line, step_header, step_line
 from mars_ds.telemetry.devices import mfu
 from mars_ds.telemetry.jsonl import JsonlLog
 from mars_ds.telemetry.statistics import RunningZScore
@@ -21,6 +22,7 @@ from mars_ds.training.callbacks import Callback, StepResult
 from mars_ds.training.certificate import environment
 from mars_ds.training.evaluation import OWN_SET, Evaluation
 from mars_ds.training.run_folder import CONFIG_NAME
+from mars_ds.training.signals import URGENT_SECONDS
 
 if TYPE_CHECKING:
     from mars_ds.training.trainer import Outcome, Trainer
@@ -167,12 +169,7 @@ class Progress:
             "evaluated_tokens": result.tokens,
         }
         self.log.write(record)
-        interval = f" +- {result.half_width:.4f}" if result.half_width is not None else ""
-        per_byte = f", {result.bits_per_byte:.4f} bits per byte" if result.bits_per_byte is not None else ""
-        title = "validation loss" if name == OWN_SET else f"loss on {name}"
-        self.print(
-            f"step {step}: {title} {result.loss:.4f}{interval}{per_byte} over {format_count(result.tokens)} tokens"
-        )
+        self.print(f"step {step}: {result.line(name)}")
         prefix = "eval" if name == OWN_SET else f"eval/{name}"
         self._track({f"{prefix}/loss": result.loss, f"{prefix}/bits_per_byte": result.bits_per_byte}, step)
 
@@ -180,11 +177,11 @@ class Progress:
         """Writes the last line."""
         self.log.write({"kind": "end", "seconds": time.perf_counter() - self._started, **facts})
 
-    def close(self) -> None:
-        """Closes the log and the trackers, these within their deadline."""
+    def close(self, seconds: float = math.inf) -> None:
+        """Closes the log and the trackers, these within their deadline or `seconds` each."""
         self.log.close()
         for tracker in self._trackers:
-            tracker.finish()
+            tracker.finish(seconds)
 
     def _track(self, metrics: dict[str, Any], step: int) -> None:
         numbers = {key: float(value) for key, value in metrics.items() if isinstance(value, int | float)}
@@ -214,6 +211,7 @@ class StepLog(Callback):
         self._config = config
         self._progress: Progress | None = None
         self._bar = Bar(config.schedule.steps)
+        self._close_seconds = math.inf
         self.seconds_per_step = 0.0
 
     def start(self, trainer: "Trainer") -> None:
@@ -276,6 +274,8 @@ class StepLog(Callback):
     def end(self, trainer: "Trainer", outcome: "Outcome") -> None:
         """Writes the last line, with the hash of all windows consumed."""
         state = trainer.loader.state()
+        if outcome.reason.is_urgent:
+            self._close_seconds = URGENT_SECONDS
         if self._progress:
             reason = outcome.reason.name if outcome.reason else "finished"
             facts = {"step": outcome.steps, "validation_loss": outcome.validation_loss, "reason": reason}
@@ -285,4 +285,4 @@ class StepLog(Callback):
         """Lets trackers go within their deadline."""
         self._bar.clear()
         if self._progress:
-            self._progress.close()
+            self._progress.close(self._close_seconds)

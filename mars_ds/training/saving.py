@@ -12,7 +12,7 @@ from mars_ds.config import RunConfig
 from mars_ds.errors import CheckpointError
 from mars_ds.training.callbacks import Callback, StepResult
 from mars_ds.training.certificate import checkpoint_extra
-from mars_ds.training.stop import Reason
+from mars_ds.training.signals import URGENT_SECONDS, Reason
 
 if TYPE_CHECKING:
     from mars_ds.training.trainer import Outcome, Trainer
@@ -81,9 +81,7 @@ class Checkpoints(Callback):
                 )
         if self._uploads:
             with trainer.heartbeat.phase("copying checkpoints"):
-                missing = self._uploads.wait(
-                    _COPY_SECONDS if outcome.reason == Reason.NONE else _COPY_SECONDS_OF_A_STOP
-                )
+                missing = self._uploads.wait(_copy_seconds(outcome.reason))
             self._tell_copies(trainer)
             for line in missing:
                 trainer.print(f"warning: {line}")
@@ -148,6 +146,7 @@ class Checkpoints(Callback):
             return
         self._failures, self._failed_step = 0, -1
         self._seconds = saved.seconds
+        trainer.job.running(saved.step)
         trainer.print(
             f"step {saved.step}: checkpoint {saved.path} (training waited {saved.blocked_seconds:.2f} s, on disk after "
             f"{saved.seconds:.1f} s)"
@@ -158,3 +157,10 @@ class Checkpoints(Callback):
     def _tell_copies(self, trainer: "Trainer") -> None:
         for line in self._uploads.news() if self._uploads else ():
             trainer.print(line)
+
+
+def _copy_seconds(reason: Reason) -> float:
+    """How long copies are waited for at the end; what is missing is copied by the next start."""
+    if reason.is_urgent:
+        return URGENT_SECONDS
+    return _COPY_SECONDS if reason == Reason.NONE else _COPY_SECONDS_OF_A_STOP

@@ -5,99 +5,16 @@ step, a pass of an evaluation) the ranks take the maximum of their notes over a 
 is started at one boundary and read at the next, so nobody waits for it.
 """
 
-import os
-import signal
-import threading
 import time
-from collections.abc import Callable
-from enum import IntEnum
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mars_ds.training.signals import Reason, SignalWatch
+
 _STOP_FILE_SECONDS = 1.0
-INTERRUPTED_STATUS = 130
-
-
-class Reason(IntEnum):
-    """Why a run stops, the strongest last: that one is what all ranks agree on."""
-
-    NONE = 0
-    TIME_LIMIT = 1
-    STOP_FILE = 2
-    SIGUSR1 = 3
-    SIGTERM = 4
-    SIGINT = 5
-    UNHEALTHY = 6
-
-    @property
-    def words(self) -> str:
-        """For messages."""
-        return {Reason.TIME_LIMIT: "the time limit", Reason.STOP_FILE: "the stop file"}.get(self, self.name)
-
-
-_SIGNALS = {signal.SIGUSR1: Reason.SIGUSR1, signal.SIGTERM: Reason.SIGTERM, signal.SIGINT: Reason.SIGINT}
-
-
-class SignalWatch:
-    """Notes signals from the moment it is made: also while the ranks are still joining or compiling.
-
-    Only the note is taken in the handler. A second Ctrl-C ends the process at once, also while its main thread waits
-    in a collective of a dead peer: Python runs no handler then, so a thread counts what the interpreter's C handler
-    reports.
-
-    Attributes:
-        reason: The strongest request so far.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self.reason = Reason.NONE
-        self._rank = rank
-        self._before: dict[signal.Signals, Any] = {}
-        self._wakeup = (-1, -1)  # write end of our pipe, and the descriptor that was set before
-
-    def install(self) -> None:
-        """Takes the handlers over; only in the main thread, elsewhere signals are not ours."""
-        try:
-            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
-        except ValueError:
-            self._before = {}
-            return
-        reports, wakeup = os.pipe()
-        os.set_blocking(wakeup, False)
-        self._wakeup = (wakeup, signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False))
-        threading.Thread(target=_quit_at_second_interrupt, args=(reports,), name="second Ctrl-C", daemon=True).start()
-
-    def restore(self) -> None:
-        """Gives the handlers back."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        if self._before:
-            wakeup, before = self._wakeup
-            signal.set_wakeup_fd(before)
-            os.close(wakeup)
-        self._before = {}
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        reason = _SIGNALS[signal.Signals(number)]
-        if self.reason == Reason.NONE and self._rank == 0:
-            # print() could be what was interrupted.
-            os.write(2, f"{reason.name}: stopping after this step, with a checkpoint\n".encode())
-        self.reason = max(self.reason, reason)
-
-
-def _quit_at_second_interrupt(reports: int) -> None:
-    """Reads one byte a signal, its number, until the other end is closed."""
-    interrupts = 0
-    with open(reports, "rb", buffering=0) as pipe:
-        while number := pipe.read(1):
-            interrupts += number[0] == signal.SIGINT
-            if interrupts == 2:
-                os.write(2, b"second Ctrl-C: quitting at once; the newest checkpoint is what remains\n")
-                os._exit(INTERRUPTED_STATUS)
 
 
 class StopWatch:
@@ -105,7 +22,7 @@ class StopWatch:
 
     Args:
         signals: Noted on this rank.
-        stop_file: Looked for by rank 0, about once a second.
+        stop_files: Looked for by rank 0, about once a second.
         deadline_seconds: Of `time.monotonic`, when the run must have ended; None without a time limit.
         reserve_seconds: Time that ending takes, asked at every boundary: a save and a step.
 
@@ -116,12 +33,12 @@ class StopWatch:
     def __init__(
         self,
         signals: SignalWatch,
-        stop_file: Path,
+        stop_files: Collection[Path],
         deadline_seconds: float | None = None,
         reserve_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.agreed = Reason.NONE
-        self._signals, self._stop_file = signals, stop_file
+        self._signals, self._stop_files = signals, stop_files
         self._deadline, self._reserve = deadline_seconds, reserve_seconds
         self._looked = float("-inf")
         self._note = torch.zeros((), dtype=torch.int32)
@@ -160,6 +77,6 @@ class StopWatch:
             wanted = Reason.TIME_LIMIT
         if dist.get_rank() == 0 and now - self._looked > _STOP_FILE_SECONDS:
             self._looked = now
-            if self._stop_file.exists():
+            if any(file.exists() for file in self._stop_files):
                 wanted = max(wanted, Reason.STOP_FILE)
         return wanted

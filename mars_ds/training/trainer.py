@@ -17,6 +17,7 @@ from mars_ds.training.engine_config import deepspeed_config
 from mars_ds.training.evaluation import Evaluations
 from mars_ds.training.health import HealthWatch, LossGuard
 from mars_ds.training.heartbeat import Heartbeat
+from mars_ds.training.job import Job
 from mars_ds.training.loop_speed import GarbageCollection, Profiler
 from mars_ds.training.model import TrainableModel, build_model
 from mars_ds.training.optimizer_metrics import OptimizerMetrics
@@ -25,7 +26,8 @@ from mars_ds.training.progress import StepLog
 from mars_ds.training.run_folder import CARD_NAME, RunFolder
 from mars_ds.training.saving import Checkpoints
 from mars_ds.training.schedule import Schedule, set_learning_rates
-from mars_ds.training.stop import Reason, SignalWatch, StopWatch
+from mars_ds.training.signals import Reason, SignalWatch
+from mars_ds.training.stop import StopWatch
 from mars_ds.zero.card import optimizer_card
 from mars_ds.zero.lookahead import lookahead
 
@@ -54,6 +56,7 @@ class Trainer:
         folder: Where it lives and what it resumes from.
         printed: Console of rank 0, a no-op elsewhere.
         signals: Requests to stop that were noted while the ranks were joining.
+        job: The scheduler's script, when there is one.
 
     Raises:
         ConfigError, data_pipeline.DataError: Input that does not fit, on every rank alike.
@@ -66,7 +69,9 @@ class Trainer:
         folder: RunFolder,
         printed: Callable[[str], None],
         signals: SignalWatch | None = None,
+        job: Job | None = None,
     ) -> None:
+        self.job = job or Job()
         self.config, self.batch, self.folder, self.print = config, batch, folder, printed
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device(_accelerator().current_device_name())
@@ -120,7 +125,7 @@ class Trainer:
         self.step = 0
         self.stop = StopWatch(
             signals,
-            config.stop_file,
+            [config.stop_file, *([self.job.stop_file] if self.job.stop_file else [])],
             folder.deadline(config.run.time_limit_minutes),
             lambda: self.checkpoints.seconds + 2 * self.log.seconds_per_step,
         )

@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from mars_ds.errors import LaunchError
+
 # A NCCL or gloo wait longer than this is a dead rank, not a slow one.
 TIMEOUT = timedelta(minutes=30)
 SHUT_DOWN_SECONDS = 10.0
@@ -23,10 +25,6 @@ FLIGHT_RECORDER = {
 }
 # Where it writes; the rank is appended.
 FLIGHT_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-
-
-class LaunchError(RuntimeError):
-    """The environment of the launch is incomplete or does not fit the machine."""
 
 
 def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:

@@ -86,7 +86,8 @@ def test_the_literal_command_plans_and_names_the_missing_data() -> None:
 
 
 def test_environment_of_each_launcher() -> None:
-    from mars_ds.zero.distributed import LaunchError, launch_environment
+    from mars_ds.errors import LaunchError
+    from mars_ds.zero.distributed import launch_environment
 
     assert launch_environment({})["WORLD_SIZE"] == "1"
     slurm = {
@@ -111,7 +112,8 @@ def test_environment_of_each_launcher() -> None:
 def test_a_gpu_that_torch_cannot_use_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from mars_ds.zero.distributed import LaunchError, refuse_unusable_gpu
+    from mars_ds.errors import LaunchError
+    from mars_ds.zero.distributed import refuse_unusable_gpu
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mars_ds.training.stop import Reason, SignalWatch
+from mars_ds.training.signals import Reason, SignalWatch
 from tests.conftest import write_config
 from tests.training.launching import BEAT, Launch, end_record, saved_steps, train_losses
 
