@@ -260,7 +260,8 @@ choose_nodes() {
     NODES=("${all[@]}")
     if [ "${PREFLIGHT:-0}" != 0 ]; then
         write_environment
-        STEP_OPTIONS=(--kill-on-bad-exit=0 --wait=0) run_step preflight "$RANKS_PER_NODE" "$@"
+        local STEP_OPTIONS=(--kill-on-bad-exit=0 --wait=0) # one that fails leaves the others at it
+        run_step preflight "$RANKS_PER_NODE" "$@"
         NODES=()
         for node in "${all[@]}"; do
             if [ -e "$ATTEMPT/preflight/$node.healthy" ]; then

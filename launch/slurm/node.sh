@@ -21,6 +21,7 @@ fail() {
 [ -r "$attempt/environment" ] || fail "$attempt is not visible here; RUNS_DIR must be on a file system that every node sees"
 # shellcheck source=/dev/null
 source "$attempt/environment"
+if [ "$mode" = preflight ]; then exec >"$attempt/preflight/$node.log" 2>&1; fi
 if [ -n "$NODE_SETUP" ]; then eval "$NODE_SETUP"; fi
 [ -x "$PYTHON" ] || fail "PYTHON: $PYTHON is no interpreter here"
 export PATH="${PYTHON%/*}:$PATH" PYTHONUNBUFFERED=1
@@ -50,7 +51,7 @@ preflight)
     shift
     # Alone on the node: the variables of the step would make it wait for the others.
     if env -u SLURM_PROCID -u SLURM_STEP_ID timeout --kill-after=10 300 "$PYTHON" launch/doctor.py \
-        --expect-devices "$ranks" "$@" >"$attempt/preflight/$node.log" 2>&1; then
+        --expect-devices "$ranks" "$@"; then
         : >"$attempt/preflight/$node.healthy"
     fi
     ;;
