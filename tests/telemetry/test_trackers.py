@@ -88,6 +88,18 @@ def test_a_failing_finish_is_one_line() -> None:
     assert _drive(Recorder(raises="finish"))[0] == ["Recorder could not finish: RuntimeError: finish is broken"]
 
 
+def test_an_urgent_stop_waits_no_longer_than_it_says() -> None:
+    warnings: list[str] = []
+    inner = Recorder(hangs="finish")
+    tracker = BackgroundTracker(inner, finish_seconds=60, warn=warnings.append)
+    tracker.start({})
+    began = time.monotonic()
+    tracker.finish(0.2)
+    assert time.monotonic() - began < 2
+    inner.released.set()
+    assert warnings == ["Recorder did not finish within 0.2 s and was left behind"]
+
+
 @pytest.mark.parametrize("where", ["start", "log", "finish"])
 def test_a_hanging_tracker_costs_its_deadline_and_no_more(where: str) -> None:
     warnings, took = _drive(Recorder(hangs=where), finish_seconds=0.3)
