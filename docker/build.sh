@@ -11,15 +11,16 @@ base=${BASE_IMAGE:-$(sed -n 's/^ARG BASE_IMAGE=//p' docker/Dockerfile)}
 
 pinned() { sed -n "s/^$1==//p" constraints.txt; }
 
+version=$(sed -n 's/^ *version="\(.*\)",$/\1/p' setup.py)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 [ -z "$(git status --porcelain 2>/dev/null)" ] || revision+=-modified
 # The torch of the base, if it has one; else the pinned one, of which the package index decides the build (+cpu, ...).
 torch=$("$engine" run --rm --entrypoint python3 "$base" -c 'from importlib.metadata import version
 try: print(version("torch"))
 except ImportError: pass')
-exec "$engine" build --file docker/Dockerfile --tag "${IMAGE:-mars-ds:$(pinned deepspeed)}" \
+exec "$engine" build --file docker/Dockerfile --tag "${IMAGE:-mars-ds:$version}" \
     --build-arg BASE_IMAGE="$base" \
-    --build-arg VERSION="$(sed -n 's/^ *version="\(.*\)",$/\1/p' setup.py)" \
+    --build-arg VERSION="$version" \
     --build-arg REVISION="$revision" \
     --build-arg CREATED="$(date -u +%FT%TZ)" \
     --build-arg TORCH_VERSION="${torch:-$(pinned torch)}" \

@@ -29,9 +29,14 @@ while [ $# -gt 0 ] && [ "$1" != -- ]; do
 done
 [ $# -gt 1 ] || fail "after the config and its overrides, \`--\` and the options of prepare are missing"
 shift
-run=${RUNS_DIR:-runs}/${NAME:-$(basename "$config" .yaml)}
+runs=${RUNS_DIR:-runs} name=${NAME:-$(basename "$config" .yaml)}
 for argument in "${overrides[@]}"; do
-    case $argument in run.name=*) run=${RUNS_DIR:-runs}/${argument#*=} ;; esac
+    case $argument in
+    run.name=*) name=${argument#*=} ;;
+    run.output_dir=*) runs=${argument#*=} ;;
+    *=*) ;;
+    *) fail "$argument: expected section.key=value between the config and \`--\`" ;;
+    esac
 done
 read -ra data_options <<<"${DATA_OPTIONS:-}"
 read -ra train_options <<<"${TRAIN_OPTIONS:-}"
@@ -42,5 +47,5 @@ data=$(sbatch --parsable "${data_options[@]}" launch/slurm/data.sbatch "$@")
 train=$(sbatch --parsable "${after[@]}" --dependency="afterok:$data" "${train_options[@]}" \
     launch/slurm/pretrain.sbatch "$config" "${overrides[@]}")
 evaluate=$(sbatch --parsable "${after[@]}" --dependency="afterok:$train" "${evaluate_options[@]}" \
-    launch/slurm/evaluate.sbatch "$run")
+    launch/slurm/evaluate.sbatch "$runs/$name")
 echo "data $data, train $train, evaluate $evaluate; scancel $data ends them all"

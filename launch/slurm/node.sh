@@ -22,7 +22,10 @@ fail() {
 # shellcheck source=/dev/null
 source "$attempt/environment"
 if [ "$mode" = preflight ]; then exec >"$attempt/preflight/$node.log" 2>&1; fi
-if [ -n "$NODE_SETUP" ]; then eval "$NODE_SETUP"; fi
+# Files of modules and conda use variables that are not set, and commands that fail.
+set +eu
+eval "$NODE_SETUP"
+set -eu
 [ -x "$PYTHON" ] || fail "PYTHON: $PYTHON is no interpreter here"
 export PATH="${PYTHON%/*}:$PATH" PYTHONUNBUFFERED=1
 # Caches of compilers: on this node's own disk, kept from job to job.
@@ -39,6 +42,8 @@ ranks)
     [ -r "$attempt/hostfile" ] || fail "$attempt/hostfile is not there"
     rank=$(awk -v node="$node" '$1 == node {print NR - 1}' "$attempt/hostfile")
     [ -n "$rank" ] || fail "is not in $attempt/hostfile"
+    ranks=$(awk -F= -v node="$node slots" '$1 == node {print $2}' "$attempt/hostfile")
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(($(nproc) > ranks ? $(nproc) / ranks : 1))}
     getent hosts "$MASTER_ADDR" >/dev/null || fail "the master's name, $MASTER_ADDR, does not resolve here"
     exec "$PYTHON" -m deepspeed.launcher.runner --quiet --hostfile "$attempt/hostfile" --no_ssh --node_rank "$rank" \
         --master_addr "$MASTER_ADDR" --master_port "$MASTER_PORT" "$@"

@@ -17,7 +17,7 @@ job=$1 nodes=$2
 field() { scontrol show job "$job" | grep -oP "(?<=\b$1=)[^ ]+" | head -n 1; }
 
 restarts=$(field Restarts) || fail "$job: no such job"
-cpus=$(field CPUs/Task)
+cpus=$(field CPUs/Task) before=$(field NumTasks)
 if [ "$(field JobState)" = RUNNING ]; then
     scancel --batch --signal=USR1 "$job" # the script saves and requeues
     echo "asked job $job to save and come back"
@@ -31,6 +31,9 @@ for _ in $(seq 50); do # Slurm takes it once the job is pending
     [ "$(field JobState)" = PENDING ] && break
     sleep 0.2
 done
-scontrol update JobId="$job" NumNodes="$nodes" NumTasks="$nodes" NumCPUs=$((nodes * cpus)) ||
+set_nodes() { scontrol update JobId="$job" NumNodes="$1" NumTasks="$1" NumCPUs=$(($1 * cpus)); }
+if ! set_nodes "$nodes"; then
+    set_nodes "$before" # Slurm keeps the cores of what it refuses
     fail "Slurm refuses $nodes nodes; the range of nodes of its submission holds a job (sbatch --nodes=MIN-MAX)"
+fi
 echo "job $job starts with $nodes nodes as soon as they are free"

@@ -20,13 +20,18 @@ from mars_ds.config import RunConfig, load_config
 from mars_ds.errors import ConfigError, LaunchError
 from mars_ds.telemetry.bar import CLEAR
 from mars_ds.training.job import COMMAND, Job
-from mars_ds.training.signals import Reason, SignalWatch, launched_rank
+from mars_ds.training.signals import INTERRUPTED_STATUS, STOPPED_STATUS, Reason, SignalWatch, launched_rank
 
 if TYPE_CHECKING:
     from mars_ds.planning.plan import RunPlan
     from mars_ds.training.trainer import Outcome
 
-DONE, BAD_INPUT, NOT_PROVEN, UNHEALTHY, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
+# A requeued job may start while a file server still holds the lock of its lost node.
+_LOCK_SECONDS = 120.0
+# A stop that is asked for before the ranks have found each other waits so long for them.
+_JOIN_SECONDS = 5.0
+DONE, BAD_INPUT, NOT_PROVEN, UNHEALTHY = 0, 2, 3, 4
+PREEMPTED, INTERRUPTED = STOPPED_STATUS, INTERRUPTED_STATUS
 
 
 def parser() -> argparse.ArgumentParser:
@@ -119,10 +124,12 @@ def _train(config: RunConfig, command: str, signals: SignalWatch, job: Job) -> R
     folder = open_run_folder(config)
     for problem in folder.passed_over:
         printed(f"passed over a damaged checkpoint: {problem}")
-    join(folder.path / FLIGHT_FOLDER, config.telemetry.deepspeed_log)
+    with signals.impatient(_JOIN_SECONDS):
+        join(folder.path / FLIGHT_FOLDER, config.telemetry.deepspeed_log)
     printed(_banner())
     _refuse_unfit(plan, printed)
-    lock = agree(lambda: hold(folder) if dist.get_rank() == 0 else None)
+    patience = _LOCK_SECONDS if job.is_watched else 0.0
+    lock = agree(lambda: hold(folder, patience) if dist.get_rank() == 0 else None)
     if dist.get_rank() == 0:
         config.stop_file.unlink(missing_ok=True)  # of the stop that this start ends
     trainer = Trainer(config, plan.batch, folder, printed, signals, job)

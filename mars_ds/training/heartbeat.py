@@ -49,9 +49,17 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         if interval_seconds > 0:
             self._folder.mkdir(parents=True, exist_ok=True)
+            if rank == 0:
+                self._clear_away()
             self._write()
             self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
             self._thread.start()
+
+    def _clear_away(self) -> None:
+        """Files of an earlier start with more ranks, which would count as silent."""
+        for rank in read_heartbeats(self._folder):
+            if rank >= self._world_size:
+                heartbeat_file(self._folder, rank).unlink(missing_ok=True)
 
     @property
     def file(self) -> Path:
@@ -118,10 +126,12 @@ class Heartbeat:
         """Where rank 0's threads stand, and the last collectives from PyTorch's flight recorder."""
         with contextlib.suppress(OSError), open(self._folder / "stacks_rank_00000.txt", "w", encoding="utf-8") as file:
             faulthandler.dump_traceback(file)
-        recorder = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-        if recorder is not None:
-            with contextlib.suppress(OSError, RuntimeError):
-                (self._folder / "flight_rank_00000.json").write_bytes(recorder())
+        # NCCL has a recorder of its own, which builds for the CPU lack; gloo writes into the common one.
+        for backend, name in {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}.items():
+            recorder = getattr(torch._C._distributed_c10d, name, None)
+            if recorder is not None:
+                with contextlib.suppress(OSError, RuntimeError):
+                    (self._folder / f"collectives_{backend}_rank_00000.json").write_bytes(recorder())
 
 
 def heartbeat_file(folder: Path, rank: int) -> Path:

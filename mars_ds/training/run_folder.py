@@ -1,8 +1,10 @@
 """The folder of a run: what lies where, and whether this start is a new run or a resume."""
 
+import errno
 import fcntl
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,8 +82,12 @@ def open_run_folder(config: RunConfig) -> RunFolder:
     return RunFolder(path, newest, tuple(passed_over))
 
 
-def hold(folder: RunFolder) -> IO[str]:
+def hold(folder: RunFolder, wait_seconds: float = 0.0) -> IO[str]:
     """Makes the run folder and locks it, so that two runs cannot write into one; rank 0 only.
+
+    Args:
+        folder: The run's.
+        wait_seconds: For a holder to let go: a file server keeps the lock of a machine that was lost for a while.
 
     Returns:
         The open lock file; the lock ends with it, also when the process is killed.
@@ -94,14 +100,28 @@ def hold(folder: RunFolder) -> IO[str]:
         lock = (folder.path / LOCK_NAME).open("a+", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"run.output_dir: {folder.path} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.seek(0)
-        holder = lock.read().strip() or "another process"
-        lock.close()
-        raise ConfigError(f"{folder.path}: in use by {holder}; wait for it, or choose another run.name") from error
+    deadline = time.monotonic() + wait_seconds
+    while not _locked(lock, folder.path):
+        if time.monotonic() > deadline:
+            lock.seek(0)
+            holder = lock.read().strip() or "another process"
+            lock.close()
+            raise ConfigError(f"{folder.path}: in use by {holder}; wait for it, or choose another run.name")
+        time.sleep(1.0)
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.flush()
     return lock
+
+
+def _locked(lock: IO[str], path: Path) -> bool:
+    """False while another process has it; a file system without locks is told once and used without."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP):
+            raise ConfigError(f"{path}: cannot be locked: {error.strerror}") from error
+        print(f"warning: {path}: its file system has no locks; nothing keeps a second run out", file=sys.stderr)
+    return True

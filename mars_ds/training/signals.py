@@ -4,15 +4,16 @@ Only the standard library is imported: `launch/pretrain.py` takes the handlers o
 seconds, so that a SIGTERM in them is a request and not a death.
 """
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from types import FrameType
 from typing import Any
 
-INTERRUPTED_STATUS = 130
+STOPPED_STATUS, INTERRUPTED_STATUS = 75, 130
 # What is left to do after the save of an urgent stop (copies, trackers) may take so long each.
 URGENT_SECONDS = 5.0
 
@@ -63,6 +64,7 @@ class SignalWatch:
         self._rank = rank  # 0 tells the console
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup = (-1, -1)  # write end of our pipe, and the descriptor that was set before
+        self._heard = threading.Event()
 
     def install(self) -> None:
         """Takes the handlers over, once; only in the main thread, elsewhere signals are not ours."""
@@ -76,7 +78,7 @@ class SignalWatch:
         reports, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         self._wakeup = (wakeup, signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False))
-        threading.Thread(target=_quit_at_second_interrupt, args=(reports,), name="second Ctrl-C", daemon=True).start()
+        threading.Thread(target=self._listen, args=(reports,), name="signals", daemon=True).start()
 
     def restore(self) -> None:
         """Gives the handlers back."""
@@ -88,6 +90,26 @@ class SignalWatch:
             os.close(wakeup)
         self._before = {}
 
+    @contextlib.contextmanager
+    def impatient(self, seconds: float) -> Iterator[None]:
+        """Inside, a request is answered within so long, by an end with `STOPPED_STATUS` if need be.
+
+        For phases in which nothing can be lost, and the main thread may wait in C code for peers that never come.
+        """
+        over = threading.Event()
+
+        def leave() -> None:
+            while not over.wait(0.2):
+                if self._heard.is_set() and not over.wait(seconds):
+                    os.write(2, b"stopped while waiting for the other ranks; nothing was begun\n")
+                    os._exit(STOPPED_STATUS)
+
+        threading.Thread(target=leave, name="impatience", daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         reason = _SIGNALS[signal.Signals(number)]
         if self.reason == Reason.NONE and self._rank == 0:
@@ -95,13 +117,14 @@ class SignalWatch:
             os.write(2, f"{reason.name}: stopping after this step, with a checkpoint\n".encode())
         self.reason = max(self.reason, reason)
 
-
-def _quit_at_second_interrupt(reports: int) -> None:
-    """Reads one byte a signal, its number, until the other end is closed."""
-    interrupts = 0
-    with open(reports, "rb", buffering=0) as pipe:
-        while number := pipe.read(1):
-            interrupts += number[0] == signal.SIGINT
-            if interrupts == 2:
-                os.write(2, b"second Ctrl-C: quitting at once; the newest checkpoint is what remains\n")
-                os._exit(INTERRUPTED_STATUS)
+    def _listen(self, reports: int) -> None:
+        """Reads one byte a signal, its number, until the other end is closed."""
+        interrupts = 0
+        with open(reports, "rb", buffering=0) as pipe:
+            while number := pipe.read(1):
+                if number[0] in _SIGNALS:
+                    self._heard.set()
+                interrupts += number[0] == signal.SIGINT
+                if interrupts == 2:
+                    os.write(2, b"second Ctrl-C: quitting at once; the newest checkpoint is what remains\n")
+                    os._exit(INTERRUPTED_STATUS)

@@ -21,7 +21,6 @@ SHUT_DOWN_SECONDS = 10.0
 FLIGHT_RECORDER = {
     "TORCH_FR_BUFFER_SIZE": "2000",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }
 # Where it writes; the rank is appended.
 FLIGHT_FILE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -108,7 +107,12 @@ def join(flight_folder: Path | None = None, deepspeed_log: bool = False) -> None
 
 
 def share_cores(environment: Mapping[str, str]) -> None:
-    """Divides this machine's cores between its ranks; more threads than cores wait on each other."""
+    """Divides this machine's cores between its ranks; more threads than cores wait on each other.
+
+    OMP_NUM_THREADS wins, but for torchrun's: it sets 1 where the user has said nothing.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "").isdecimal() and "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or environment["WORLD_SIZE"]
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(local_ranks)))
 

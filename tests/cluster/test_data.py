@@ -49,9 +49,9 @@ def test_three_nodes_one_of_them_lost(lab: Lab) -> None:
     at_the_loss = len(list(output.glob(".build/unit-*")))
     options = BuildOptions(val_fraction=0.01, part_tokens=PART_TOKENS)
     prepare([str(sources)], lab.folder / "alone", options=options, workers=1)
-    job.wait_for("COMPLETED", timeout=240)
+    job.until(lambda: job.restarts == 1, 90, "the requeue")
     lab.cluster.power_on(3)
-    lab.cluster.wait_idle()
+    job.wait_for("COMPLETED", timeout=240)
     assert 0 < at_the_loss < FILES - 3, "it was lost in the middle"
     assert identity(output) == identity(lab.folder / "alone")
     assert f"is whole: {identity(output)}" in job.log()

@@ -143,7 +143,7 @@ def test_a_run_that_stops_too_often(lab: Lab) -> None:
     job, run = lab.train("often", options=("--nodes=1",), ranks=1, steps=LONG, environment={"MAX_STARTS": "1"})
     lab.until_saved(job, run, 20)
     job.signal_batch("USR1")
-    job.wait_for("COMPLETED", "FAILED", timeout=60)
+    job.wait_for("FAILED", timeout=60)
     assert "it has been started 1 times (MAX_STARTS), not requeued" in job.log()
     assert run.state[0] == "stopped"
 
@@ -152,8 +152,9 @@ def test_a_stop_file_of_a_person_is_final(lab: Lab) -> None:
     job, run = lab.train("person", options=("--nodes=1",), ranks=1, steps=LONG)
     lab.until_saved(job, run, 20)
     (run.folder / "stop").touch()
-    job.wait_for("COMPLETED", timeout=60)
+    job.wait_for("FAILED", timeout=60)  # completed would mean done
     assert "stopped by a person: not requeued" in job.log()
+    assert job.exit_code == 75
 
 
 def test_a_folder_that_a_node_does_not_see(lab: Lab) -> None:
@@ -190,12 +191,12 @@ def test_a_master_that_does_not_resolve(lab: Lab) -> None:
 
 def test_two_jobs_on_one_node(lab: Lab) -> None:
     half = ("--nodes=1", "--nodelist=n1", "--oversubscribe", "--cpus-per-task=48", "--gpus-per-node=4", "--mem=1000")
-    jobs = [lab.train(f"half_{i}", options=half, ranks=1, steps=60) for i in range(2)]
+    jobs = [lab.train(f"half_{i}", options=half, ranks=1, steps=20) for i in range(2)]
     jobs[0][0].until(lambda: len({j.state() for j, _ in jobs}) == 1, 60, "both at once")
     for job, run in jobs:
         job.wait_for("COMPLETED", timeout=120)
         assert job.nodes == ["n1"]
-        assert run.state == ["done", "60"]
+        assert run.state == ["done", "20"]
     ports = {re.search(r"master n1:(\d+)", job.log()).group(1) for job, _ in jobs}  # type: ignore[union-attr]
     assert len(ports) == 2
     assert jobs[0][1].losses == jobs[1][1].losses
@@ -243,3 +244,75 @@ def test_a_study(lab: Lab) -> None:
     assert runs[0].losses.keys() == runs[1].losses.keys()
     assert runs[0].losses[1] == runs[1].losses[1], "the same data and weights"
     assert runs[0].losses[20] != runs[1].losses[20]
+
+
+def test_requests_before_the_ranks_are_there(lab: Lab) -> None:
+    """A cancel in the preflight is a cancel, and the nodes it cut short are not sick; a stop before it comes back."""
+    slow = {"PREFLIGHT": "1", "NODE_SETUP": '[ "$node" = n1 ] || sleep 60'}
+    cancelled, run = lab.train("cancelled", options=("--nodes=2",), ranks=1, environment=slow)
+    cancelled.until(lambda: any(run.folder.glob("slurm/*/preflight/n1.healthy")), 60, "one healthy node")
+    cancelled.cancel()
+    cancelled.wait_for("CANCELLED", timeout=60)
+    assert cancelled.info()["ExcNodeList"] == "(null)"
+
+    site = lab.folder / "slow.env"
+    site.write_text("sleep 4\n")
+    early, run = lab.train("early", options=("--nodes=1",), ranks=1, environment={"SITE_ENV": str(site)})
+    early.wait_for("RUNNING", timeout=60)
+    time.sleep(1)
+    early.signal_batch("USR1")
+    early.until(lambda: early.restarts == 1, 60, "the requeue")
+    assert run.losses == {}
+    early.cancel()
+
+
+def test_a_second_job_on_a_run_folder_is_refused(lab: Lab) -> None:
+    first, run = lab.train("folder", options=("--nodes=1",), ranks=1, steps=LONG)
+    lab.until_saved(first, run, 20)
+    second, _ = lab.train("folder", options=("--nodes=1",), ranks=1, steps=LONG)
+    second.wait_for("FAILED", timeout=60)
+    assert f"in use by job {first.id}" in second.log()
+    assert run.state[0] == "running"
+    # A refused resize leaves the job as it was.
+    refused = lab.cluster.run("bash", SCRIPTS / "resize.sh", first.id, 7, check=False, timeout=120)
+    assert refused.returncode == 2
+    assert "Slurm refuses 7 nodes" in refused.stderr
+    lab.until_started_again(first, 2)
+    first.cancel()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["gone.yaml"], {}, "gone.yaml: cannot be read in"),
+        (["{config}", "--nodes=3"], {}, "--nodes=3: expected section.key=value after the config"),
+        ([], {}, "usage: sbatch launch/slurm/pretrain.sbatch CONFIG"),
+        (["{config}"], {"MAX_STARTS": "abc"}, "MAX_STARTS: abc; expected a number"),
+        (["{config}"], {"SPARE_NODES": "1"}, "SPARE_NODES: 1 of 1 nodes leaves none"),
+        (
+            ["{config}"],
+            {"NODE_COUNTS": "2 4"},
+            "NODE_COUNTS: 2 4; this allocation of 1 nodes is smaller than each of them",
+        ),
+        (["{config}"], {"RANKS_PER_NODE": "0"}, "RANKS_PER_NODE: 0; expected a positive number"),
+        (["{config}"], {"SITE_ENV": "/gone.env"}, "SITE_ENV: /gone.env cannot be read"),
+    ],
+)
+def test_bad_input(lab: Lab, arguments: list[str], environment: dict[str, str], message: str) -> None:
+    job = lab.cluster.submit(
+        SCRIPTS / "pretrain.sbatch",
+        *(argument.format(config=lab.config) for argument in arguments),
+        options=("--nodes=1", f"--output={lab.folder}/%x-%j.out"),
+        environment={**lab.environment(1), **environment},
+        directory=SCRIPTS.parents[1],
+    )
+    job.wait_for("FAILED", timeout=30)
+    assert f"error: {message}" in job.log()
+    assert job.exit_code == 2
+
+
+def test_a_submission_from_elsewhere(lab: Lab) -> None:
+    options = ("--nodes=1", f"--output={lab.folder}/%x-%j.out")
+    job = lab.cluster.submit(SCRIPTS / "pretrain.sbatch", lab.config, options=options, directory=lab.folder)
+    job.wait_for("FAILED", timeout=30)
+    assert "error: submit this from the top of the checkout, or set MARS_DS_CHECKOUT" in job.log()

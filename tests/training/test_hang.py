@@ -11,7 +11,7 @@ from tests.training.launching import Launch
 def test_a_stopped_rank_is_named_before_any_time_out(dataset: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "tiny.yaml", dataset, tmp_path / "runs")
     overrides = ["schedule.steps=100000", "evaluation.interval_steps=0", "checkpoint.interval_steps=0"]
-    overrides += ["health.heartbeat_seconds=0.2", "health.silence_seconds=2"]
+    overrides += ["health.heartbeat_seconds=0.5", "health.silence_seconds=3"]
     launch = Launch(config, overrides, 3, tmp_path / "out")
     run = tmp_path / "runs" / "tiny"
     try:
@@ -24,7 +24,7 @@ def test_a_stopped_rank_is_named_before_any_time_out(dataset: Path, tmp_path: Pa
         assert f"process {launch.processes[1].pid})" in silent
         stacks = (run / "heartbeats" / "stacks_rank_00000.txt").read_text()
         assert "trainer.py" in stacks
-        recorded = json.loads((run / "heartbeats" / "flight_rank_00000.json").read_text())
+        recorded = json.loads((run / "heartbeats" / "collectives_gloo_rank_00000.json").read_text())
         assert recorded["entries"]
         # Woken again, the run goes on.
         launch.send(signal.SIGCONT, [1])

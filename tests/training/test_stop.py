@@ -103,6 +103,19 @@ def test_a_second_ctrl_c_quits_at_once_even_in_a_collective_that_never_ends(conf
     started.kill()
 
 
+def test_a_stop_while_the_ranks_look_for_each_other(config: Path) -> None:
+    started, run = launch(config, "alone")
+    started.send(signal.SIGSTOP, [1])
+    # Rank 0 has read everything and waits, where Python runs no handler, for one that never comes.
+    started.until(lambda: "plan" in started.output() or "optimizer" in started.output())
+    time.sleep(1)
+    started.send(signal.SIGTERM, [0])
+    assert started.processes[0].wait(20) == 75, started.output()
+    assert "nothing was begun" in started.output()
+    assert not run.joinpath("log.jsonl").exists()
+    started.kill()
+
+
 def test_the_strongest_request_wins_and_the_handlers_are_given_back() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     watch = SignalWatch(rank=1)
