@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 
 from mars_ds.telemetry.jsonl import read_jsonl
+from tests.cluster import images
 from tests.cluster.cluster import Cluster, Job, supported
 from tests.conftest import write_config
 from tests.corpora import byte_dataset
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = REPOSITORY / "launch" / "slurm"
+STEPS = 100
+"""Of the tiny run; it saves every 20."""
 # Gradient sums of another world size are added in another order (tests/training/kills.py).
 LOSS_TOLERANCE = 2e-4
 
@@ -88,7 +91,7 @@ class Lab:
         *overrides: str,
         options: tuple[str, ...] = (),
         ranks: int = 2,
-        steps: int = 120,
+        steps: int = STEPS,
         environment: dict[str, str] | None = None,
         script: str = "pretrain.sbatch",
     ) -> tuple[Job, Run]:
@@ -117,6 +120,14 @@ class Lab:
     def assert_clean(self) -> None:
         """No process of any job is left on any node."""
         assert self.cluster.leftovers() == []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def image_in_the_background(request: pytest.FixtureRequest) -> None:
+    """The image takes minutes: it is built while the tests of the cluster wait for Slurm's clocks."""
+    wanted = any("container" in item.name or item.path.name == "test_image.py" for item in request.session.items)
+    if wanted and images.supported() is None:
+        images.building()
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +167,7 @@ def undisturbed(lab: Lab) -> Run:
     """The tiny run on 2 nodes x 2 ranks, from its start to its end."""
     job, run = lab.train("undisturbed", options=("--nodes=2",))
     job.wait_for("COMPLETED", timeout=180)
-    assert run.state == ["done", "120"], job.log()
+    assert run.state == ["done", str(STEPS)], job.log()
     lab.assert_clean()
     return run
 

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -190,14 +191,27 @@ _OFFLINE = ("--isolation=chroot", "--pull=never")
 
 
 @functools.cache
+def building() -> Future[Images]:
+    """The building of `IMAGE`, begun by the first call, in the background; the image is gone when this process ends."""
+
+    def build() -> Images:
+        images = Images(Path(tempfile.mkdtemp(prefix="images-")))
+        atexit.register(images.__exit__)
+        images.__enter__()
+        images.build_base()
+        images.build()
+        return images
+
+    return ThreadPoolExecutor(1).submit(build)
+
+
 def built_image() -> Images:
-    """`IMAGE`, built once for all tests of this process; gone when it ends."""
-    images = Images(Path(tempfile.mkdtemp(prefix="images-")))
-    atexit.register(images.__exit__)
-    images.__enter__()
-    images.build_base()
-    images.build()
-    return images
+    """`IMAGE`, built once for all tests of this process.
+
+    Raises:
+        RuntimeError: It could not be built.
+    """
+    return building().result()
 
 
 def pip_settings() -> dict[str, str]:

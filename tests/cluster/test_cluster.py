@@ -105,51 +105,12 @@ class TestJobs:
         assert sorted(job.log().splitlines()) == ["0: n1", "1: n2", f"one two {tmp_path}"]
         assert small.leftovers() == []
 
-    def test_a_job_is_signalled_requeued_and_cancelled(self, small: Cluster, tmp_path: Path) -> None:
-        script = write_script(
-            tmp_path,
-            """
-            trap 'echo asked' USR1
-            echo "start ${SLURM_RESTART_COUNT:-0}"
-            srun sleep 300 &
-            while kill -0 $! 2>/dev/null; do wait $!; done
-            """,
-        )
-        job = small.submit(script, options=["-N2", "--requeue", "--open-mode=append"], directory=tmp_path)
-        job.until(lambda: "start 0" in job.log(), 60, "started")
-        job.signal_batch("USR1")
-        job.until(lambda: "asked" in job.log(), 60, "answered the signal")
-        assert any("sleep 300" in line for line in small.leftovers(timeout=0))
-        job.requeue()
-        job.until(lambda: job.restarts == 1, 60, "requeued")
-        job.start_now()
-        job.until(lambda: "start 1" in job.log(), 60, "started again")
-        job.cancel()
-        job.wait_for("CANCELLED", timeout=60)
-        assert small.leftovers() == []
-        small.wait_idle()
-
     def test_waiting_in_vain_shows_the_logs(self, small: Cluster, tmp_path: Path) -> None:
         job = small.submit(write_script(tmp_path, "echo last words"), directory=tmp_path)
         with pytest.raises(
             AssertionError, match=r"(?s)is COMPLETED: NODE_FAIL: not before its end.*last words.*slurmctld\.log"
         ):
             job.wait_for("NODE_FAIL", timeout=60)
-
-    def test_an_urgent_job_preempts(self, small: Cluster, tmp_path: Path) -> None:
-        options = ["-N3", "--exclusive"]
-        preempted = small.submit(
-            write_script(tmp_path, "exec sleep 300"), options=[*options, "--requeue"], directory=tmp_path
-        )
-        preempted.wait_for("RUNNING")
-        urgent = small.submit(
-            write_script(tmp_path, "hostname"), options=[*options, "--partition=urgent"], directory=tmp_path
-        )
-        urgent.wait_for("COMPLETED")
-        assert preempted.restarts == 1
-        preempted.cancel()
-        preempted.wait_for("CANCELLED")
-        small.wait_idle()
 
     def test_the_file_of_ended_jobs_answers_for_forgotten_ones(
         self, small: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
