@@ -15,6 +15,7 @@ node=${SLURMD_NODENAME:-$(hostname)}
 
 fail() {
     printf 'error: %s: %s\n' "$node" "$*" >&2
+    sleep 1 # srun drops what it has not read when a task ends badly
     exit 2
 }
 
