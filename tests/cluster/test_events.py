@@ -160,6 +160,7 @@ def test_a_stop_file_of_a_person_is_final(lab: Lab) -> None:
 def test_a_folder_that_a_node_does_not_see(lab: Lab) -> None:
     """The hostfile of the attempt is not there: nothing may train on its own."""
     runs = lab.folder / "runs"
+    runs.mkdir(exist_ok=True)
     lab.cluster.on_node(2, "mount", "-t", "tmpfs", "empty", runs)
     try:
         job, run = lab.train("unseen", options=("--nodes=2",), ranks=1)
