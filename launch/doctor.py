@@ -12,7 +12,7 @@ from mars_ds.config import RunConfig, load_config
 from mars_ds.doctor import local, together
 from mars_ds.doctor.finding import Finding
 from mars_ds.errors import ConfigError, LaunchError
-from mars_ds.zero.distributed import join, launch_environment, shut_down
+from mars_ds.zero.distributed import join, launch_environment, leave, shut_down
 
 
 def main() -> int:
@@ -70,8 +70,4 @@ def _findings(config: RunConfig | None, options: argparse.Namespace, world_size:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As in pretrain.py: threads of the communication libraries can abort the interpreter's own shutdown.
-    os._exit(code)
+    leave(main())

@@ -46,7 +46,6 @@ def main() -> int:
 if __name__ == "__main__":
     log_to_file(os.environ, launched_rank(os.environ))
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # As in pretrain.py: threads of the communication libraries can abort the interpreter's own shutdown.
-    os._exit(code)
+    from mars_ds.zero.distributed import leave
+
+    leave(code)

@@ -2,7 +2,6 @@
 """The main job: `deepspeed launch/pretrain.py --config configs/xl_mars_m.yaml`; see --help."""
 
 import os
-import sys
 
 from mars_ds.training.job import log_to_file
 from mars_ds.training.signals import SignalWatch, launched_rank
@@ -14,9 +13,6 @@ if __name__ == "__main__":
     log_to_file(os.environ, rank)
     # After the line above: it takes seconds, and a SIGTERM in them is a request to stop.
     from mars_ds.training.entry import main
+    from mars_ds.zero.distributed import leave
 
-    code = main(signals=signals)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Threads of the communication libraries can abort the interpreter's own shutdown after everything is written.
-    os._exit(code)
+    leave(main(signals=signals))

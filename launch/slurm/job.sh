@@ -299,7 +299,7 @@ mounts() {
 see_in_container() {
     case $1 in
     /*) MOUNTS=$1:$1${MOUNTS:+,$MOUNTS} ;;
-    . | data* | configs*) ;;
+    data | data/* | configs | configs/*) ;;
     *) [ -z "${IMAGE:-}" ] || fail "$1: in a container data/ and configs/ of the checkout are there; name other folders absolutely" ;;
     esac
 }

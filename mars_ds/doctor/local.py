@@ -87,14 +87,14 @@ def accelerator(expected: int | None = None) -> Iterator[Finding]:
 
 
 def computes(device: torch.device, size: int = 2048) -> Finding:
-    """A product whose entries are known exactly: a device that is broken, or stuck, shows it here.
+    """A product whose entries are known exactly: a device that computes wrongly, or not at all, shows it here.
 
     Args:
         device: Where it is computed.
         size: Rows and columns.
     """
-    rows = torch.arange(size, dtype=torch.float32, device=device) % 8
     try:
+        rows = torch.arange(size, dtype=torch.float32, device=device) % 8
         # Row i of the one is all i % 8, column j of the other all j % 8: small integers, which no rounding touches.
         product = rows[:, None].expand(size, size).contiguous() @ rows[None, :].expand(size, size).contiguous()
         wrong = int((product != size * rows[:, None] * rows[None, :]).sum())

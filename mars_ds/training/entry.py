@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None, signals: SignalWatch | None = N
     from mars_ds.zero.support import UnsupportedError
 
     _quiet()
-    signals = signals or SignalWatch(launched_rank(os.environ))
+    signals = signals or SignalWatch(_rank())
     job = Job()
     try:
         if options.plan:

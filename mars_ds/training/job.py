@@ -117,9 +117,10 @@ class Job:
     def _write(self, state: str, reason: str = "") -> None:
         if self.state_file is None:
             return
-        aside = self.state_file.with_name(f"{self.state_file.name}.tmp")
+        # Here, because this module is imported before anything that takes time.
+        from data_pipeline.durable import write_atomic
+
         try:
-            aside.write_text(f"{state} {self.saved_step} {reason}".rstrip() + "\n", encoding="utf-8")
-            os.replace(aside, self.state_file)
+            write_atomic(self.state_file, (f"{state} {self.saved_step} {reason}".rstrip() + "\n").encode())
         except OSError as error:
             print(f"warning: {STATE_FILE}: {self.state_file}: {error.strerror}", file=sys.stderr, flush=True)

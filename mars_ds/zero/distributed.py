@@ -3,10 +3,12 @@
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -137,6 +139,15 @@ def _switch_on_flight_recorder(folder: Path | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for variable in FLIGHT_FILE_VARIABLES:
             os.environ.setdefault(variable, str(folder / "flight_rank_"))
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process once everything is written: threads of the communication libraries can abort the
+    interpreter's own shutdown.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def shut_down() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +86,24 @@ class Lab:
         """The run folder of that name."""
         return Run(self.folder / "runs" / name)
 
+    def submit(
+        self,
+        script: str,
+        *arguments: str | Path,
+        options: tuple[str, ...] = (),
+        ranks: int = 1,
+        environment: dict[str, str] | None = None,
+        directory: Path = REPOSITORY,
+    ) -> Job:
+        """Submits a shipped script, as it is, from the top of the checkout; its log lies in the lab."""
+        return self.cluster.submit(
+            SCRIPTS / script,
+            *arguments,
+            options=(f"--output={self.folder}/%x-%j.out", *options),
+            environment={**self.environment(ranks), **(environment or {})},
+            directory=directory,
+        )
+
     def train(
         self,
         name: str,
@@ -93,20 +112,18 @@ class Lab:
         ranks: int = 2,
         steps: int = STEPS,
         environment: dict[str, str] | None = None,
-        script: str = "pretrain.sbatch",
     ) -> tuple[Job, Run]:
-        """Submits the shipped script, as it is, from the top of the checkout."""
-        job = self.cluster.submit(
-            SCRIPTS / script,
-            self.config,
-            f"run.name={name}",
-            f"schedule.steps={steps}",
-            *overrides,
-            options=(f"--output={self.folder}/%x-%j.out", *options),
-            environment={**self.environment(ranks), **(environment or {})},
-            directory=REPOSITORY,
-        )
+        """Submits pretrain.sbatch for the tiny run."""
+        arguments = [self.config, f"run.name={name}", f"schedule.steps={steps}", *overrides]
+        job = self.submit("pretrain.sbatch", *arguments, options=options, ranks=ranks, environment=environment)
         return job, self.run(name)
+
+    def until_queue_is_empty(self, timeout: float = 180) -> None:
+        """Waits until every job has ended; for several jobs under one number, or without a number at hand."""
+        deadline = time.monotonic() + timeout
+        while self.cluster.run("squeue", "--noheader").stdout:
+            assert time.monotonic() < deadline, self.cluster.logs()
+            time.sleep(0.5)
 
     def until_saved(self, job: Job, run: Run, step: int) -> None:
         """Waits until the run has a checkpoint of `step` or later."""

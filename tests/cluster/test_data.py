@@ -4,14 +4,13 @@ import hashlib
 import json
 import re
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
 from data_pipeline.build import prepare
 from data_pipeline.plan import BuildOptions
-from tests.cluster.conftest import REPOSITORY, SCRIPTS, Lab
+from tests.cluster.conftest import SCRIPTS, Lab
 from tests.corpora import write_jsonl
 
 FILES = 24
@@ -30,13 +29,11 @@ def test_three_nodes_one_of_them_lost(lab: Lab) -> None:
     for number in range(1, FILES):
         shutil.copy(first, sources / f"{number:02d}.jsonl")
     output = lab.folder / "together"
-    job = lab.cluster.submit(
-        SCRIPTS / "data.sbatch",
+    job = lab.submit(
+        "data.sbatch",
         *("--source", sources, "--output", output, "--val-fraction", "0.01", "--part-tokens", PART_TOKENS),
         *("--engine", "tiktoken", "--workers", "1"),  # the slow engine, so that there is a middle to be lost in
-        options=("--nodes=3", f"--output={lab.folder}/%x-%j.out"),
-        environment=lab.environment(1),
-        directory=REPOSITORY,
+        options=("--nodes=3",),
     )
 
     def all_at_work() -> bool:
@@ -81,10 +78,7 @@ def test_data_then_training_then_evaluation(lab: Lab) -> None:
     jobs = re.fullmatch(r"data (\d+), train (\d+), evaluate (\d+); .*\n", said)
     assert jobs, said
     run = lab.run("chained")
-    deadline = time.monotonic() + 180
-    while lab.cluster.run("squeue", "--noheader").stdout:
-        assert time.monotonic() < deadline, lab.cluster.logs()
-        time.sleep(0.5)
+    lab.until_queue_is_empty()
     assert run.state == ["done", "20"]
     result = json.loads((run.folder / "evaluation.json").read_text())
     assert result["step"] == 20
@@ -98,8 +92,5 @@ def test_a_chain_whose_data_fails_trains_nothing(lab: Lab) -> None:
         environment[f"{job}_OPTIONS"] = f"--nodes=1 --output={lab.folder}/%x-%j.out"
     command = ["bash", SCRIPTS / "chain.sh", lab.config, "run.name=unchained", "--"]
     lab.cluster.run(*command, "--source", "/gone.jsonl", "--output", lab.folder / "gone", environment=environment)
-    deadline = time.monotonic() + 60
-    while lab.cluster.run("squeue", "--noheader").stdout:
-        assert time.monotonic() < deadline, lab.cluster.logs()
-        time.sleep(0.5)
+    lab.until_queue_is_empty()
     assert not lab.run("unchained").folder.exists()

@@ -227,21 +227,10 @@ def test_a_study(lab: Lab) -> None:
     study = lab.folder / "study.txt"
     lines = [f"{lab.config} run.name=study_{kind} optimizer.kind={kind}" for kind in ("moonlight", "muon")]
     study.write_text("\n".join(["# two optimizers", lines[0], "", lines[1]]) + "\n")
-    options = ("--array=1-2%1", "--nodes=1", f"--output={lab.folder}/%x-%A_%a.out")
-    environment = lab.environment(1)
-    lab.cluster.submit(
-        SCRIPTS / "compare.sbatch",
-        study,
-        "schedule.steps=20",
-        options=options,
-        environment=environment,
-        directory=SCRIPTS.parents[1],
-    )
+    lab.submit("compare.sbatch", study, "schedule.steps=20", options=("--array=1-2%1", "--nodes=1"))
     runs = [lab.run("study_moonlight"), lab.run("study_muon")]
-    deadline = time.monotonic() + 120  # an array's number stands for all its jobs
-    while not all(run.state[:1] == ["done"] for run in runs) or lab.cluster.run("squeue", "--noheader").stdout:
-        assert time.monotonic() < deadline, lab.cluster.logs()
-        time.sleep(0.5)
+    lab.until_queue_is_empty()
+    assert [run.state for run in runs] == [["done", "20"]] * 2
     assert runs[0].losses.keys() == runs[1].losses.keys()
     assert runs[0].losses[1] == runs[1].losses[1], "the same data and weights"
     assert runs[0].losses[20] != runs[1].losses[20]
@@ -300,20 +289,14 @@ def test_a_second_job_on_a_run_folder_is_refused(lab: Lab) -> None:
     ],
 )
 def test_bad_input(lab: Lab, arguments: list[str], environment: dict[str, str], message: str) -> None:
-    job = lab.cluster.submit(
-        SCRIPTS / "pretrain.sbatch",
-        *(argument.format(config=lab.config) for argument in arguments),
-        options=("--nodes=1", f"--output={lab.folder}/%x-%j.out"),
-        environment={**lab.environment(1), **environment},
-        directory=SCRIPTS.parents[1],
-    )
+    given = [argument.format(config=lab.config) for argument in arguments]
+    job = lab.submit("pretrain.sbatch", *given, options=("--nodes=1",), environment=environment)
     job.wait_for("FAILED", timeout=30)
     assert f"error: {message}" in job.log()
     assert job.exit_code == 2
 
 
 def test_a_submission_from_elsewhere(lab: Lab) -> None:
-    options = ("--nodes=1", f"--output={lab.folder}/%x-%j.out")
-    job = lab.cluster.submit(SCRIPTS / "pretrain.sbatch", lab.config, options=options, directory=lab.folder)
+    job = lab.submit("pretrain.sbatch", lab.config, options=("--nodes=1",), directory=lab.folder)
     job.wait_for("FAILED", timeout=30)
     assert "error: submit this from the top of the checkout, or set MARS_DS_CHECKOUT" in job.log()

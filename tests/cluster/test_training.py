@@ -62,12 +62,11 @@ def test_the_same_in_a_container(lab: Lab, undisturbed: Run) -> None:
 def prepare_in_a_container(lab: Lab, environment: dict[str, str]) -> None:
     """The same image by data.sbatch, into a folder that is named absolutely."""
     output = lab.folder / "from_a_container"
-    job = lab.cluster.submit(
-        SCRIPTS / "data.sbatch",
+    job = lab.submit(
+        "data.sbatch",
         *("--source", lab.folder / "text.jsonl", "--output", output, "--tokenizer", "bytes", "--val-fraction", "0.1"),
-        options=("--nodes=2", f"--output={lab.folder}/%x-%j.out"),
-        environment={**lab.environment(1), **environment},
-        directory=SCRIPTS.parents[1],
+        options=("--nodes=2",),
+        environment=environment,
     )
     job.wait_for("COMPLETED", timeout=90)
     assert (output / "manifest.json").read_bytes() == (lab.folder / "bytes" / "manifest.json").read_bytes()
